@@ -37,10 +37,10 @@ examples:
       --prompt "My fellow citizens"
       the newest complete checkpoint of a run goes on for 80 tokens, in the
       terminal as it writes
-  python launch/generate.py exported --file prompts.jsonl --samples 4 \\
-      --top_p 0.9 --batch 32 --out texts.jsonl
-      a directory that transformers saved; four samples of the "prompt" of
-      each line, one JSON object a line
+  python launch/generate.py exported --file prompts.txt --samples 4 \\
+      --top_p 0.9 --out texts.jsonl
+      a directory that transformers saved; four samples of the prompt in each
+      line, one JSON object a line
   python launch/generate.py runs/big/checkpoints/step-000300 --greedy \\
       --dtype bfloat16 --prompt The
       that checkpoint, whatever layout the run had, in half the memory, the
@@ -53,9 +53,8 @@ transformers' generate() writes, from the weights in its form, in one process.
 A file is written faster by several commands, each with a part of it.
 
 A text ends after --tokens, at the end-of-text token, or at the model's last
-position, and a line says how many did which. What is drawn depends on --seed,
-the prompt and the number of the sample, and not on the batch or the file (to
-rounding).
+position. What is drawn depends on --seed, the prompt and the number of the
+sample alone (to rounding).
 exit codes: 0 written, 1 failed, 2 refused before anything is loaded."""
 
 RULES = (
@@ -77,8 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("model", metavar="MODEL", help=model)
     add = parser.add_argument_group("what to continue").add_argument
     add("--prompt", action="append", metavar="TEXT", help="a prompt; repeatable")
-    file = 'a prompt a line; in a file of JSON lines (.jsonl) the "prompt" of each'
-    add("--file", metavar="FILE", help=file)
+    add("--file", metavar="FILE", help="a text file with a prompt in each line")
     vocabulary = "vocabulary of the model, where there is none next to its weights"
     add("--tokenizer", metavar="DIR", help=vocabulary)
     arguments.add_weights_arguments(add)
@@ -93,7 +91,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=whole,
         default=1,
         metavar="N",
-        help="of each prompt (default: %(default)s)",
+        help="of each prompt, written at once (default: %(default)s)",
     )
     add(
         "--greedy",
@@ -116,16 +114,12 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="of what is drawn (default: %(default)s)",
     )
-    batch = "samples written at a time (default: %(default)s)"
-    add("--batch", type=whole, default=8, metavar="N", help=batch)
     add(
         "--dtype",
         choices=DTYPES,
         default="float32",
         help="to compute in (default: %(default)s)",
     )
-    anew = "compute all earlier tokens again for each one, to see what keeping keys and values saves"
-    add("--no_cache", action="store_true", help=anew)
     out = "write JSON lines instead of text: prompt, text, new, tokens, sample, ended"
     parser.add_argument("--out", metavar="FILE.jsonl", help=out)
     return parser
@@ -138,7 +132,7 @@ def main() -> None:
     from launch.evaluation.writing import run
 
     try:
-        with ending.explain_out_of_memory("take --dtype bfloat16, or lower --batch"):
+        with ending.explain_out_of_memory("take --dtype bfloat16, or lower --samples"):
             run(job)
     except ending.Failed as error:
         raise SystemExit(str(error)) from None
@@ -166,9 +160,10 @@ def check_flags(args: argparse.Namespace) -> None:
 
 def checked_job(args: argparse.Namespace) -> WritingJob:
     """Make the job from the flags; of the weights only headers are read. Raises ValueError."""
+    from data.text.vocabulary import unused_numbers
     from launch.evaluation import trained_model, writing
     from modeling.families import conversion_of
-    from modeling.generation import Sampling
+    from modeling.generation import Decoding, Sampling
 
     processes.check_device()
     out = new_output.new_file("--out", args.out, (".jsonl",)) if args.out else None
@@ -186,13 +181,10 @@ def checked_job(args: argparse.Namespace) -> WritingJob:
         usual = TOP_K if args.top_p is None else None
         top_k = usual if args.top_k is None else args.top_k or None
         sampling = Sampling(args.temperature, top_k, args.top_p or 1.0)
-    plain = {
-        name: getattr(args, name)
-        for name in ("tokens", "samples", "seed", "batch", "dtype")
-    }
-    return writing.WritingJob(
-        model, prompts, sampling=sampling, cached=not args.no_cache, out=out, **plain
-    )
+    never = unused_numbers(model.tokenizer)
+    end = model.tokenizer.eos_token_id
+    how = Decoding(args.tokens, end, never, sampling, args.seed)
+    return writing.WritingJob(model, prompts, args.samples, how, args.dtype, out)
 
 
 def unfit(args: argparse.Namespace, model: TrainedModel) -> Iterator[Problem]:

@@ -58,14 +58,6 @@ DEFAULT_SAMPLING = Sampling(temperature=0.8, top_k=40)
 
 
 @dataclass(frozen=True)
-class Request:
-    """One sample to write: a prompt's tokens, and the sample's number among this prompt's samples."""
-
-    prompt: tuple[int, ...]
-    sample: int = 0
-
-
-@dataclass(frozen=True)
 class Decoding:
     """How samples are written.
 
@@ -74,8 +66,7 @@ class Decoding:
         end: the token that ends a text; None: none does.
         never: numbers that are no tokens, and never written.
         sampling: None takes the most likely token.
-        seed: with a request's prompt and number it decides all of its text.
-        cached: keep keys and values; otherwise every step computes all earlier tokens again.
+        seed: with a prompt and a sample's number it decides all of a text.
     """
 
     length: int
@@ -83,7 +74,6 @@ class Decoding:
     never: Sequence[int] = ()
     sampling: Sampling | None = None
     seed: int = 0
-    cached: bool = True
 
 
 @dataclass(frozen=True)
@@ -158,7 +148,7 @@ def continue_prompt(
     how = Decoding(
         CONTINUED_TOKENS, tokenizer.eos_token_id, never, DEFAULT_SAMPLING, seed
     )
-    (more,) = continue_all(model, [Request(tuple(tokens[-seen:]))], how)
+    (more,) = continued(model, tokens[-seen:], how)
     return str(tokenizer.decode([*tokens, *more.tokens]))
 
 
@@ -175,79 +165,41 @@ def fill_prompt(
     return str(tokenizer.decode(filled, skip_special_tokens=True))
 
 
-def continue_all(
+def continued(
     model: Any,
-    requests: Sequence[Request],
+    prompt: Sequence[int],
     how: Decoding,
+    samples: int = 1,
     streamer: BaseStreamer | None = None,
 ) -> list[Continuation]:
-    """Continue each prompt with a GPT-2. Raises FloatingPointError for logits that are not finite.
+    """Continue a prompt with a GPT-2, all samples at once. `streamer` hears the tokens of a lone one.
 
-    A prompt has at least 1 token and at most as many as the model has positions. `streamer` hears a lone
-    sample's tokens. A text ends at the model's last position, after the token predicted there.
+    A prompt has at least 1 token and at most as many as the model has positions. A text ends at the model's
+    last position, after the token predicted there. Raises FloatingPointError for logits that are not finite.
     """
-    positions = model.config.n_positions
-    sparse = getattr(model, "sparse", False)
-    together: dict[tuple[int, int], list[int]] = {}
-    for index, request in enumerate(requests):
-        size = len(request.prompt)
-        assert 0 < size <= positions, "a prompt is empty, or too long"
-        limit = min(how.length, positions - size + 1)
-        # Samples with equal limits are padded; the masks of sparse layers know of no padding.
-        together.setdefault((limit, size if sparse else 0), []).append(index)
-    found: dict[int, Continuation] = {}
-    for (limit, _), indices in together.items():
-        made = _generate(
-            model, [requests[index] for index in indices], how, limit, streamer
-        )
-        found |= zip(indices, made, strict=True)
-    return [found[index] for index in range(len(requests))]
-
-
-def _generate(
-    model: Any,
-    requests: Sequence[Request],
-    how: Decoding,
-    limit: int,
-    streamer: BaseStreamer | None,
-) -> list[Continuation]:
-    """Continue prompts by up to `limit` tokens in one batch, padded on the left."""
-    longest = max(len(request.prompt) for request in requests)
-    rows = []
-    masks = []
-    for request in requests:
-        padding = longest - len(request.prompt)
-        rows.append([0] * padding + [*request.prompt])
-        masks.append([0] * padding + [1] * len(request.prompt))
+    limit = min(how.length, model.config.n_positions - len(prompt) + 1)
     processors = LogitsProcessorList([partial(_check_finite, model.dtype)])
     if how.never:
         processors.append(
             SuppressTokensLogitsProcessor([*how.never], device=model.device)
         )
     if how.sampling is not None:
-        processors += how.sampling.warpers()
-        processors.append(
-            Draw(
-                [
-                    uniform_numbers(how.seed, each.prompt, each.sample)
-                    for each in requests
-                ]
-            )
-        )
+        numbers = [uniform_numbers(how.seed, prompt, each) for each in range(samples)]
+        processors += [*how.sampling.warpers(), Draw(numbers)]
+    tokens = torch.tensor([list(prompt)] * samples, device=model.device)
     texts = model.generate(
-        torch.tensor(rows, device=model.device),
-        attention_mask=torch.tensor(masks, device=model.device),
+        tokens,
+        attention_mask=torch.ones_like(tokens),
         do_sample=False,  # `Draw` leaves one token
         max_new_tokens=limit,
         eos_token_id=how.end,
         pad_token_id=0,
-        use_cache=how.cached,
         logits_processor=processors,
         streamer=streamer,
     )
     cut_by: EndReason = "length" if limit == how.length else "positions"
     found = []
-    for text in texts[:, longest:].tolist():
+    for text in texts[:, len(prompt) :].tolist():
         if how.end in text:
             found.append(Continuation(tuple(text[: text.index(how.end)]), "end"))
         else:
@@ -260,7 +212,7 @@ def uniform_numbers(
 ) -> np.random.Generator:
     """Return the generator for one sample's tokens, a function of seed, prompt and the sample's number.
 
-    So a text depends neither on its batch nor on the file of its prompt.
+    So a text depends neither on the other samples nor on the file of its prompt.
     """
     digest = hashlib.sha256(f"{seed}:{sample}:{list(prompt)}".encode()).digest()
     return np.random.Generator(

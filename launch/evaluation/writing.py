@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
-from transformers.generation.streamers import BaseStreamer
+from transformers.generation.streamers import TextStreamer
 
-from data.text.vocabulary import unused_numbers
 from launch.console import terminal
 from launch.console.progress import bar
 from launch.evaluation.trained_model import TrainedModel
@@ -24,18 +23,13 @@ from launch.weights import foreign_weights
 from modeling.generation import (
     Decoding,
     EndReason,
-    Request,
-    Sampling,
-    continue_all,
+    continued,
     fill_masks,
     in_transformers,
 )
 from recipes import files
 from recipes.families import FAMILIES
 from recipes.problems import MOST, Problem
-
-JSON_LINES = ".jsonl"
-FIELD = "prompt"
 
 
 @dataclass(frozen=True)
@@ -53,47 +47,19 @@ def typed(texts: Sequence[str]) -> list[Prompt]:
 
 
 def read(file: str) -> list[Prompt]:
-    """Read the prompts of a file, without blank ones: its lines, or the "prompt" of each JSON line.
-
-    Raises FileError with the problems of the file and of all lines.
-    """
+    """Read the prompts of a text file, one in each line, without blank ones. Raises FileError."""
     path = files.path_of(file, "--file")
+    if path.suffix in (".json", ".jsonl"):
+        rule = "a file of prompts is plain text, one in each line"
+        fix = f"jq -r .prompt {path} > prompts.txt"
+        files.refuse(path, "has an ending of JSON", rule, fix)
     found = list[Prompt]()
-    problems = list[Problem]()
-    for number, content in files.lines_of(path, files.MOST_TEXT):
-        try:
-            line = files.decode(content, path, number).rstrip("\r\n")
-            if line.strip():
-                text = _field(line, path, number) if path.suffix == JSON_LINES else line
-                found.append(Prompt(text, f"{path}:{number}"))
-        except files.FileError as error:
-            problems += error.problems
-    if problems:
-        raise files.FileError(_first(problems, str(path)))
+    for number, line in enumerate(files.read_text(path).split("\n"), 1):
+        if line.strip():
+            found.append(Prompt(line.rstrip("\r"), f"{path}:{number}"))
     if not found:
-        form = f'lines of JSON, {{"{FIELD}": "text"}}'
-        form = form if path.suffix == JSON_LINES else "a prompt in each line"
-        files.refuse(path, "holds no prompt", f"it has {form}")
+        files.refuse(path, "holds no prompt", "it has a prompt in each line")
     return found
-
-
-def _field(line: str, path: Path, number: int) -> str:
-    record = files.parse_json(line, path, number)
-    text = record.get(FIELD) if isinstance(record, dict) else None
-    if not isinstance(text, str):
-        came = (
-            f"its {FIELD} is {files.named_kind(text)}"
-            if text is not None
-            else f'has no "{FIELD}"'
-        )
-        files.refuse(
-            path,
-            came,
-            f'a line is {{"{FIELD}": "text"}}, and may have more',
-            "",
-            number,
-        )
-    return text
 
 
 def encode(prompts: Sequence[Prompt], model: TrainedModel) -> list[Prompt]:
@@ -106,9 +72,9 @@ def encode(prompts: Sequence[Prompt], model: TrainedModel) -> list[Prompt]:
 
 
 def unfit(prompts: Sequence[Prompt], model: TrainedModel) -> list[Problem]:
-    """List the problems of all prompts that are unfit for the model."""
-    problems = [problem for prompt in prompts for problem in _unfit(prompt, model)]
-    return _first(problems, prompts[0].where.partition(":")[0])
+    """List the first problems of prompts that are unfit for the model."""
+    problems = (problem for prompt in prompts for problem in _unfit(prompt, model))
+    return list(islice(problems, MOST))
 
 
 def _unfit(prompt: Prompt, model: TrainedModel) -> Iterator[Problem]:
@@ -135,82 +101,53 @@ def _unfit(prompt: Prompt, model: TrainedModel) -> Iterator[Problem]:
         yield Problem("--prompt", f"has no {mask}", rule, fix, where=prompt.where)
 
 
-def _first(problems: list[Problem], where: str) -> list[Problem]:
-    """Return the first problems, and the number of the others."""
-    more = len(problems) - MOST
-    left = (
-        [Problem("--file", f"{more:,} more lines are wrong", where=where)]
-        if more > 0
-        else []
-    )
-    return [*problems[:MOST], *left]
-
-
 @dataclass(frozen=True)
 class WritingJob:
-    """A checked generation job.
-
-    Attributes:
-        tokens: largest number after each prompt.
-        sampling: None takes the most likely token.
-        batch: samples at a time.
-        out: None writes to the terminal.
-    """
+    """A checked job: `samples` texts after each prompt, in the terminal where `out` is None."""
 
     model: TrainedModel
     prompts: Sequence[Prompt]
-    tokens: int
     samples: int
-    sampling: Sampling | None
-    seed: int
-    batch: int
-    cached: bool
+    how: Decoding
     dtype: str
     out: Path | None
+
+    @property
+    def is_single(self) -> bool:
+        """Whether the job is one text in the terminal."""
+        return len(self.prompts) * self.samples == 1 and self.out is None
 
 
 @dataclass(frozen=True)
 class WrittenText:
-    """One generated sample of one prompt.
+    """One generated sample of one prompt, as a record of --out.
 
     Attributes:
-        number: of the prompt, from 0 on.
         text: the prompt with its continuation, or with its masks filled in.
         new: the continuation alone, or the tokens for the masks.
+        tokens: their number.
         ended: reason for the end of the text; None for filled masks.
     """
 
-    number: int
-    sample: int
     prompt: str
     text: str
     new: str
     tokens: int
-    ended: EndReason | None
-
-    def record(self) -> dict[str, Any]:
-        """Return the record for a file of JSON lines."""
-        own = dict(prompt=self.prompt, text=self.text, new=self.new, tokens=self.tokens)
-        return (
-            own
-            if self.ended is None
-            else {**own, "sample": self.sample, "ended": self.ended}
-        )
+    sample: int = 0
+    ended: EndReason | None = None
 
 
 def write(
-    model: Any, job: WritingJob, streamer: BaseStreamer | None = None
+    model: Any, job: WritingJob, streamer: TextStreamer | None = None
 ) -> Iterator[WrittenText]:
-    """Generate all samples of all prompts in order; `streamer` hears the tokens of a lone one.
+    """Generate all samples of all prompts in order.
 
     Raises Failed where the logits of the next text are not finite.
     """
-    never = unused_numbers(job.model.tokenizer)
+    made = _continued if job.model.continues else _filled
     try:
-        if job.model.continues:
-            yield from _continued(model, job, never, streamer)
-        else:
-            yield from _filled(model, job, never)
+        for prompt in job.prompts:
+            yield from made(model, job, prompt, streamer)
     except FloatingPointError as error:
         fix = "give other weights, or --dtype float32, which has more room"
         raise ending.Failed(
@@ -219,41 +156,34 @@ def write(
 
 
 def _continued(
-    model: Any, job: WritingJob, never: Sequence[int], streamer: BaseStreamer | None
+    model: Any, job: WritingJob, prompt: Prompt, streamer: TextStreamer | None
+) -> Iterator[WrittenText]:
+    decode = job.model.tokenizer.decode
+    made = continued(model, prompt.tokens, job.how, job.samples, streamer)
+    for sample, more in enumerate(made):
+        text = str(decode([*prompt.tokens, *more.tokens]))
+        new = str(decode([*more.tokens]))
+        yield WrittenText(prompt.text, text, new, len(more.tokens), sample, more.ended)
+
+
+def _filled(
+    model: Any, job: WritingJob, prompt: Prompt, streamer: TextStreamer | None
 ) -> Iterator[WrittenText]:
     tokenizer = job.model.tokenizer
-    how = Decoding(
-        job.tokens, tokenizer.eos_token_id, never, job.sampling, job.seed, job.cached
-    )
-    order = list(itertools.product(range(len(job.prompts)), range(job.samples)))
-    for first in range(0, len(order), job.batch):
-        places = order[first : first + job.batch]
-        requests = [
-            Request(job.prompts[number].tokens, sample) for number, sample in places
-        ]
-        made = continue_all(model, requests, how, streamer)
-        for (number, sample), more in zip(places, made, strict=True):
-            prompt = job.prompts[number]
-            text = str(tokenizer.decode([*prompt.tokens, *more.tokens]))
-            new = str(tokenizer.decode([*more.tokens]))
-            yield WrittenText(
-                number, sample, prompt.text, text, new, len(more.tokens), more.ended
-            )
-
-
-def _filled(model: Any, job: WritingJob, never: Sequence[int]) -> Iterator[WrittenText]:
-    tokenizer = job.model.tokenizer
     mask = tokenizer.mask_token_id
-    for number, prompt in enumerate(job.prompts):
-        tokens = fill_masks(model, prompt.tokens, mask, never)
-        new = [
-            token
-            for token, before in zip(tokens, prompt.tokens, strict=True)
-            if before == mask
-        ]
-        text = str(tokenizer.decode(tokens, skip_special_tokens=True))
-        words = " ".join(tokenizer.convert_ids_to_tokens(new))
-        yield WrittenText(number, 0, prompt.text, text, words, len(new), None)
+    tokens = fill_masks(model, prompt.tokens, mask, job.how.never)
+    pairs = zip(tokens, prompt.tokens, strict=True)
+    new = [token for token, before in pairs if before == mask]
+    text = str(tokenizer.decode(tokens, skip_special_tokens=True))
+    words = " ".join(tokenizer.convert_ids_to_tokens(new))
+    yield WrittenText(prompt.text, text, words, len(new))
+
+
+class ScreenStream(TextStreamer):
+    """A growing text in the terminal, word by word, where it cannot act on it."""
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        print(terminal.visible(text), end="\n" * stream_end, flush=True)
 
 
 def run(job: WritingJob) -> None:
@@ -265,96 +195,43 @@ def run(job: WritingJob) -> None:
     weights = foreign_weights.read(job.model.weights, job.model.recipe)
     model = in_transformers(job.model.recipe, weights, getattr(torch, job.dtype))
     model.to(get_accelerator().current_device_name())
-    total = len(job.prompts) * (job.samples if job.model.continues else 1)
-    stream = ScreenStream(job.model.tokenizer) if total == 1 and not job.out else None
+    stream = None
+    if job.is_single and job.model.continues:
+        stream = ScreenStream(job.model.tokenizer, skip_special_tokens=True)
+    total = len(job.prompts) * job.samples
+    count = 0
     began = time.perf_counter()
-    done = list[WrittenText]()
     with job.out.open("x", encoding="utf-8") if job.out else nullcontext() as file:
         # Texts in a terminal show the progress themselves.
-        hidden = stream or (job.out is None and sys.stdout.isatty())
+        hidden = job.out is None and (stream is not None or sys.stdout.isatty())
         with (
             nullcontext()
             if hidden
             else bar(sys.stderr, total=total, unit="text") as shown
         ):
             for written in write(model, job, stream):
-                done.append(replace(written, prompt="", text="", new=""))
-                show(written, file, stream)
+                count += written.tokens
+                if file is not None:
+                    record = {
+                        name: value
+                        for name, value in asdict(written).items()
+                        if value is not None
+                    }
+                    file.write(json.dumps(record, ensure_ascii=False) + "\n")
+                    file.flush()
+                elif stream is None:
+                    show(written, headed=not job.is_single)
                 if shown is not None:
                     shown.update()
-    terminal.say(summary(done, time.perf_counter() - began, job), sys.stderr)
+    seconds = time.perf_counter() - began
+    said = f"{total:,} texts, {count:,} tokens in {seconds:.2f} s: {count / seconds:,.0f} tokens/s"
+    terminal.say(said, sys.stderr)
 
 
-class ScreenStream(BaseStreamer):
-    """A growing text in the terminal, in whole characters. `transformers` puts in its tokens."""
-
-    def __init__(self, tokenizer: Any):
-        self._tokenizer = tokenizer
-        self._tokens: list[int] = []
-        self.shown = ""
-
-    def put(self, value: torch.Tensor) -> None:
-        """Show the text so far, but for the beginning of a character at its end; first comes the prompt."""
-        tokens = value.flatten().tolist()
-        if self._tokens and tokens == [self._tokenizer.eos_token_id]:
-            return
-        self._tokens += tokens
-        self.show(
-            self._tokenizer.decode(self._tokens).rstrip("\N{REPLACEMENT CHARACTER}")
-        )
-
-    def end(self) -> None:
-        """Do nothing: `show` of the whole text ends it."""
-
-    def show(self, text: str) -> None:
-        """Print the new part of the text. If the tokenizer changed earlier words, print nothing yet."""
-        if text.startswith(self.shown):
-            print(terminal.visible(text[len(self.shown) :]), end="", flush=True)
-            self.shown = text
-
-
-def show(
-    written: WrittenText, file: IO[str] | None, stream: ScreenStream | None
-) -> None:
-    """Write one text: to the file, to the end of its stream, or under a heading with its prompt number."""
-    if file is not None:
-        file.write(json.dumps(written.record(), ensure_ascii=False) + "\n")
-        file.flush()
-    elif stream is not None:
-        stream.show(written.text)
-        rest = (
-            ""
-            if stream.shown == written.text
-            else f"\n{terminal.visible(written.text)}"
-        )
-        print(rest, flush=True)
-    else:
-        how = (
-            ""
-            if written.ended is None
-            else f", sample {written.sample + 1}, ended by {written.ended}"
-        )
-        print(
-            f"--- prompt {written.number + 1}{how}\n{terminal.visible(written.text)}",
-            flush=True,
-        )
-
-
-def summary(done: Sequence[WrittenText], seconds: float, job: WritingJob) -> str:
-    """Return a line with the numbers of texts and tokens, the speed, and the reasons of text ends."""
-    tokens = sum(written.tokens for written in done)
-    said = f"{len(done):,} texts, {tokens:,} tokens in {seconds:.2f} s: {tokens / seconds:,.0f} tokens/s"
-    if not job.model.continues:
-        return said
-    positions = f"at the model's {job.model.recipe.positions:,} positions"
-    reasons = {
-        "length": "after --tokens",
-        "end": "at the end-of-text token",
-        "positions": positions,
-    }
-    ends = []
-    for ended, why in reasons.items():
-        count = sum(written.ended == ended for written in done)
-        if count:
-            ends.append(f"{count:,} {why}")
-    return f"{said}; ended {', '.join(ends)}"
+def show(written: WrittenText, *, headed: bool) -> None:
+    """Print one text, under a heading with its prompt and the reason for its end if it is `headed`."""
+    if headed:
+        which = f", sample {written.sample + 1}, ended by {written.ended}"
+        prompt = terminal.visible(written.prompt[:40])
+        print(f"--- {prompt}{which * (written.ended is not None)}")
+    print(terminal.visible(written.text), flush=True)

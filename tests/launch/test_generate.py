@@ -66,7 +66,6 @@ def folder(tmp_path_factory) -> Path:
         vocabulary.load(directory).save_pretrained(folder / f"{name}-hf")
     make_run(folder / "short", "default/sotu", "sequence_length=20", "model.positions=64")
     make_run(folder / "banded", "default/sotu", "model.attention=[dense,banded]", "model.attention_window=8")
-    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": p, "n": 1}) + "\n" for p in PROMPTS))
     (folder / "prompts.txt").write_text("\n\n".join(PROMPTS))
     (folder / "masked.txt").write_text("\n".join(MASKED))
     return folder
@@ -98,14 +97,14 @@ def written(monkeypatch, tmp_path):
 
 
 def test_texts_of_a_file_are_those_of_single_prompts(folder, written):
-    """In any batch, and as text or JSON lines."""
     sampled = ("--samples", 2, "--tokens", 20, "--seed", 3)
-    found = written(folder / "gpt", "--file", folder / "prompts.jsonl", *sampled, "--batch", 4)
+    found = written(folder / "gpt", "--file", folder / "prompts.txt", *sampled)
     assert [(each["prompt"], each["sample"]) for each in found] == [(p, n) for p in PROMPTS for n in (0, 1)]
-    assert found == written(folder / "gpt", "--file", folder / "prompts.txt", *sampled, "--batch", 1)
     for at, prompt in ((0, PROMPTS[0]), (6, PROMPTS[3])):
         assert found[at : at + 2] == written(folder / "gpt", "--prompt", prompt, *sampled)
     assert found[2] == found[8] and found[0]["text"] != found[1]["text"]
+    alone = written(folder / "gpt", "--prompt", PROMPTS[0], "--tokens", 20, "--seed", 3)
+    assert alone == found[:1], "whatever is written beside it"
     assert all(each["text"] == each["prompt"] + each["new"] for each in found if "�" not in each["new"])
     other = written(folder / "gpt", "--prompt", PROMPTS[0], *sampled[:-1], 4)
     assert other[0]["text"] != found[0]["text"]
@@ -122,12 +121,6 @@ def test_a_text_may_be_longer_than_the_samples_of_the_training(folder, written):
     prompt = ("--prompt", "We the people " * 6, "--tokens", 500)
     (found,) = written(folder / "short", *prompt)
     assert found["ended"] == "positions" and [found] == written(folder / "gpt", *prompt)
-
-
-@pytest.mark.parametrize("model", ["gpt", "banded"])
-def test_a_cache_changes_nothing(folder, written, model):
-    how = (folder / model, "--file", folder / "prompts.txt", "--tokens", 30, "--top_p", 0.9)
-    assert written(*how) == written(*how, "--no_cache")
 
 
 def test_several_processes_are_refused(folder):
@@ -161,33 +154,28 @@ def test_a_bert_fills_its_masks_as_transformers(folder, written):
 
 
 def test_a_lone_text_is_streamed(folder, monkeypatch, capsys):
-    """In pieces that are whole characters, the same text in the end."""
+    """Word by word, the same text in the end, and nothing in it acts on the terminal."""
     pieces = []
-    kept = writing.ScreenStream.show
+    kept = writing.ScreenStream.on_finalized_text
 
-    def noted(stream, text):
+    def noted(stream, text, stream_end=False):
         pieces.append(text)
-        kept(stream, text)
+        kept(stream, text, stream_end)
 
-    monkeypatch.setattr(writing.ScreenStream, "show", noted)
-    assert not typed(monkeypatch, folder / "gpt", "--prompt", "The", "--tokens", 30)
+    monkeypatch.setattr(writing.ScreenStream, "on_finalized_text", noted)
+    (plain,) = texts_of(folder, monkeypatch, "--prompt", "The", "--tokens", 30)
     said = capsys.readouterr()
-    assert said.out == f"{visible(pieces[-1])}\n" and len(pieces) == 32 and len({*pieces}) > 10
-    assert all(not piece.endswith("�") for piece in pieces[:-1])
-    assert "step 7" in said.err and "1 texts, 30 tokens" in said.err and "30 after --tokens" not in said.err
+    assert said.out == f"{visible(''.join(pieces))}\n" and len({*pieces}) > 3
+    assert said.out.strip() == visible(plain).strip()
+    assert "step 7" in said.err and "1 texts, 30 tokens" in said.err
 
 
-def test_a_stream_whose_last_words_change_is_written_again(capsys):
-    class Cleaned:
-        def decode(self, tokens):
-            return {1: "a", 2: "a .", 3: "a. b"}[len(tokens)]
-
-        eos_token_id = 9
-
-    stream = writing.ScreenStream(Cleaned())
-    for token in (0, 0, 0, 9):
-        stream.put(torch.tensor([token]))
-    assert capsys.readouterr().out == "a ." and stream.shown == "a ."
+def texts_of(folder, monkeypatch, *words) -> list[str]:
+    """The texts of the run `gpt`, as a file has them, and then the same in the terminal."""
+    out = folder / "lone.jsonl"
+    assert not typed(monkeypatch, folder / "gpt", *words, "--out", out)
+    assert not typed(monkeypatch, folder / "gpt", *words)
+    return [each["text"] for each in records(out)]
 
 
 def test_several_texts_have_a_line_that_says_whose_they_are(folder, monkeypatch, capsys):
@@ -195,7 +183,7 @@ def test_several_texts_have_a_line_that_says_whose_they_are(folder, monkeypatch,
     assert not typed(monkeypatch, *words)
     said = capsys.readouterr().out
     assert [line for line in said.split("\n") if line.startswith("---")] == [
-        f"--- prompt {p}, sample {s}, ended by length" for p in (1, 2) for s in (1, 2)
+        f"--- {prompt}, sample {s}, ended by length" for prompt in ("The", "A") for s in (1, 2)
     ]
 
 
@@ -227,7 +215,8 @@ REFUSED = {
     ),
     "no file": (["gpt", "--file", "nothing.txt"], "nothing.txt: no such file", ""),
     "no prompts": (["gpt", "--file", "blank.txt"], "holds no prompt", "a prompt in each line"),
-    "bad lines": (["gpt", "--file", "bad.jsonl"], 'bad.jsonl:2: has no "prompt"', "bad.jsonl:4"),
+    "JSON lines": (["gpt", "--file", "bad.jsonl"], "has an ending of JSON", "jq -r .prompt"),
+    "too long a line": (["gpt", "--file", "long.txt"], "long.txt:2: has 198 tokens", "shorten it"),
     "out": (["gpt", "--prompt", "a", "--out", "prompts.txt"], "another ending", ".jsonl"),
     "damaged": (["damaged", "--prompt", "a"], "n_layer=null: it is a whole number", "give a directory"),
     "out exists": (["gpt", "--prompt", "a", "--out", "bad.jsonl"], "exists already", "name another file"),
@@ -250,7 +239,8 @@ def odd(folder) -> Path:
     (folder / "damaged").mkdir()
     (folder / "damaged" / "config.json").write_text(json.dumps(config | {"n_layer": None, "n_embd": 40}))
     (folder / "blank.txt").write_text("\n  \n")
-    (folder / "bad.jsonl").write_text('{"prompt": "a"}\n{"text": "b"}\n\n{"prompt": 3}\n[]\n')
+    (folder / "bad.jsonl").write_text('{"prompt": "a"}\n')
+    (folder / "long.txt").write_text("a\n" + "z " * 99)
     return folder
 
 
@@ -331,9 +321,9 @@ def test_a_checkpoint_of_another_recipe_than_its_run_is_refused(place, tmp_path,
             FloatingPointError("not finite in torch.float16"),
             "float16: its weights are too .* --dtype float32",
         ),
-        (MemoryError("no room"), "out of memory: MemoryError: no room\n.*lower --batch"),
+        (MemoryError("no room"), "out of memory: MemoryError: no room\n.*lower --samples"),
     ],
 )
 def test_what_fails_while_texts_are_written_says_what_to_change(error, said, folder, monkeypatch):
-    monkeypatch.setattr(writing, "continue_all", mock.Mock(side_effect=error))
+    monkeypatch.setattr(writing, "continued", mock.Mock(side_effect=error))
     assert re.search(said, str(typed(monkeypatch, folder / "gpt", "--prompt", "My")))

@@ -16,10 +16,9 @@ from modeling.generation import (
     Continuation,
     Decoding,
     Draw,
-    Request,
     Sampling,
-    continue_all,
     continue_prompt,
+    continued,
     fill_masks,
     in_transformers,
     uniform_numbers,
@@ -49,30 +48,30 @@ def models(kind: str = "dense") -> tuple[Any, Any]:
 
 
 def texts(prompts: Sequence[tuple[int, ...]], length: int, kind: str = "dense", **how) -> list[Continuation]:
-    return continue_all(models(kind)[1], [Request(prompt) for prompt in prompts], Decoding(length, **how))
+    return [continued(models(kind)[1], prompt, Decoding(length, **how))[0] for prompt in prompts]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_most_likely_tokens_of_our_own_model_are_taken(kind):
-    """Sparse layers see what they saw in training; prompts of other lengths change nothing."""
+    """Sparse layers see what they saw in training."""
     ours = models(kind)[0]
-    for cached in (True, False):
-        for prompt, found in zip(PROMPTS, texts(PROMPTS, 30, kind, cached=cached), strict=True):
-            with torch.no_grad():
-                logits = ours(torch.tensor([[*prompt, *found.tokens]]))[0]
-            assert list(found.tokens) == logits.argmax(-1)[len(prompt) - 1 : -1].tolist()
-            assert found.ended == "length" and len(found.tokens) == 30
+    for prompt, found in zip(PROMPTS, texts(PROMPTS, 30, kind), strict=True):
+        with torch.no_grad():
+            logits = ours(torch.tensor([[*prompt, *found.tokens]]))[0]
+        assert list(found.tokens) == logits.argmax(-1)[len(prompt) - 1 : -1].tolist()
+        assert found.ended == "length" and len(found.tokens) == 30
 
 
 @pytest.mark.parametrize("kind", ["dense", "fixed"])
-def test_a_text_does_not_depend_on_its_batch(kind):
-    """Though the samples end at different times, and some at the last position."""
+def test_a_text_does_not_depend_on_the_samples_beside_it(kind):
+    """Though the samples end at different times."""
     how = dict(sampling=Sampling(1.5, 20, 0.9), seed=3)
-    how["end"] = texts(PROMPTS, 12, kind, **how)[1].tokens[4]
-    together = texts(PROMPTS, 60, kind, **how)
-    assert together == [texts([prompt], 60, kind, **how)[0] for prompt in PROMPTS]
-    assert together[1].ended == "end" and len(together[1].tokens) <= 4
-    assert len({len(one.tokens) for one in together}) > 1
+    model = models(kind)[1]
+    how["end"] = continued(model, PROMPTS[1], Decoding(12, **how))[0].tokens[4]
+    together = continued(model, PROMPTS[1], Decoding(60, **how), samples=6)
+    assert together[:2] == continued(model, PROMPTS[1], Decoding(60, **how), samples=2)
+    assert together[0].ended == "end" and len(together[0].tokens) <= 4
+    assert len({len(one.tokens) for one in together}) > 1 and len({*together}) == 6
 
 
 def test_why_a_text_ends():
@@ -98,7 +97,7 @@ def test_no_token_follows_from_logits_that_are_not_finite(sampling):
     weights = {name: torch.full_like(each, 4e35) for name, each in model_tensors(recipe).items()}
     model = in_transformers(recipe, weights)
     with pytest.raises(FloatingPointError, match=r"logits are not finite in torch.float32"):
-        continue_all(model, [Request((1, 2))], Decoding(3, sampling=sampling))
+        continued(model, (1, 2), Decoding(3, sampling=sampling))
     recipe = catalog.load("bert/sotu", ["precision=fp32"], tiny=True)
     weights = {name: torch.full_like(each, torch.nan) for name, each in model_tensors(recipe).items()}
     with pytest.raises(FloatingPointError, match=r"logits are not finite in torch.bfloat16"):
@@ -108,7 +107,7 @@ def test_no_token_follows_from_logits_that_are_not_finite(sampling):
 def test_samples_are_functions_of_seed_prompt_and_number():
     def drawn(seed: int, prompt: tuple[int, ...], sample: int) -> tuple[int, ...]:
         how = Decoding(12, sampling=Sampling(2.0), seed=seed)
-        return continue_all(models()[1], [Request(prompt, sample)], how)[0].tokens
+        return continued(models()[1], prompt, how, samples=2)[sample].tokens
 
     found = [drawn(5, (1, 2, 3), 0), drawn(5, (1, 2, 3), 1), drawn(6, (1, 2, 3), 0), drawn(5, (1, 2, 4), 0)]
     assert len(set(found)) == 4 and drawn(5, (1, 2, 3), 0) == found[0]

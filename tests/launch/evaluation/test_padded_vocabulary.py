@@ -19,7 +19,7 @@ from launch.evaluation.trained_model import open_model
 from launch.weights import foreign_weights
 from launch.weights.initial_weights import InitialWeights
 from modeling.families import with_vocabulary
-from modeling.generation import Decoding, Request, Sampling, continue_all, fill_masks, in_transformers
+from modeling.generation import Decoding, Sampling, continued, fill_masks, in_transformers
 from recipes import catalog
 from recipes.problems import ProblemsError
 
@@ -56,8 +56,7 @@ def test_only_tokens_are_drawn(padded, sampling):
     model, theirs, never = opened(padded)
     known = {*model.tokenizer.get_vocab().values()}
     assert model.recipe.model.vocab_size == END + 1 and len(known) == TOKENS + 1
-    requests = [Request((5, 6), sample) for sample in range(8)]
-    texts = continue_all(theirs, requests, Decoding(40, END, never, sampling))
+    texts = continued(theirs, (5, 6), Decoding(40, END, never, sampling), samples=8)
     drawn = {token for text in texts for token in text.tokens}
     assert drawn <= known
     assert any("384 rows of the vocabulary the first 320: the rest pads" in line for line in model.said())
