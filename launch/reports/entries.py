@@ -97,6 +97,7 @@ QUANTITIES = (
 )
 COLUMNS = {column.key: column for column in (*COUNTS, *QUANTITIES)}
 TIME = "time_per_iteration_s"
+PEAK = "peak_gb"
 SPEEDS = (TIME, "samples_per_s", "tokens_per_s", "tflops", "exact_tflops")
 # Shown next to published rows, and in the CSV.
 _MEASURED_KEYS = (
@@ -277,7 +278,7 @@ class EntryRemark(NamedTuple):
 
 
 class Remarks(tuple[EntryRemark, ...]):
-    """The remarks of one row, or the common remarks of a table."""
+    """The remarks of one row."""
 
     @property
     def errata(self) -> int:
@@ -295,14 +296,14 @@ class Remarks(tuple[EntryRemark, ...]):
         )
 
 
-def remarks_of(row: PublishedRow) -> list[EntryRemark]:
+def remarks_of(row: PublishedRow) -> Remarks:
     """Return errata, note, impossible printed values, unknown values, and origins of inferred values."""
     found = [EntryRemark("erratum", str(known)) for known in row.errata]
     if row.no_recipe:
         found.append(EntryRemark("no recipe", row.no_recipe))
     recipe = row.recipe
     if recipe is None:
-        return found
+        return Remarks(found)
     published = recipe.published
     if published and published.tflops and published.tflops_by == "exact":
         found.append(EntryRemark("TFLOPS counted", EXACT))
@@ -316,23 +317,4 @@ def remarks_of(row: PublishedRow) -> list[EntryRemark]:
         found += [
             EntryRemark(kind, text, key) for key, text in getattr(recipe, kind).items()
         ]
-    return found
-
-
-def split_remarks(
-    rows: Sequence[PublishedRow],
-) -> tuple[Remarks, list[tuple[PublishedRow, Remarks]]]:
-    """Return the common remarks of all rows, and each row's other remarks."""
-    every = [(row, remarks_of(row)) for row in rows]
-    recipes = [own for row, own in every if not row.no_recipe]
-    shared = recipes[0] if len(recipes) > 1 else []
-    common = []
-    for remark in shared:  # each row's mark leads to its own errata
-        if remark.kind != "erratum" and all(remark in own for own in recipes):
-            common.append(remark)
-    others = []
-    for row, remarks in every:
-        own = Remarks(each for each in remarks if each not in common)
-        if own:
-            others.append((row, own))
-    return Remarks(common), others
+    return Remarks(found)

@@ -1,4 +1,4 @@
-"""Write report.md, report.csv and report.html to one directory; replace former reports only."""
+"""Write report.csv and report.html to one directory; replace former reports only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from markupsafe import Markup
 from data.durable_files import write_atomically
 from launch.console import arguments, new_output
 from launch.console.text_table import number
-from launch.reports import csvfile, markdown
+from launch.reports import csvfile
 from launch.reports.comparison import MOST_COMPARED
 from launch.reports.document import ReportDocument
 from launch.reports.runs import is_run
@@ -61,7 +61,6 @@ def unbroken(text: str) -> str:
 
 # File name -> (its writer, the beginning of the file, which identifies a former report).
 FORMS: dict[str, tuple[Callable[[ReportDocument], str], str]] = {
-    "report.md": (markdown.write, markdown.MARKER),
     "report.csv": (csvfile.write, ",".join(csvfile.COLUMNS[:4])),
     "report.html": (page, PAGE_BEGINNING),
 }
@@ -102,8 +101,8 @@ def check(directory: Path) -> list[str]:
 
 
 def write(document: ReportDocument, directory: Path) -> list[Path]:
-    """Write the three files and return their paths."""
-    # All texts, before any file is replaced.
+    """Write both files and return their paths."""
+    # Both texts, before any file is replaced.
     texts = {directory / name: form(document) for name, (form, _) in FORMS.items()}
     directory.mkdir(parents=True, exist_ok=True)
     for path, text in texts.items():

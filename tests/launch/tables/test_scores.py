@@ -78,8 +78,7 @@ def test_the_report_has_every_line_of_the_source(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["report.py", "--table", "a100_blog_table2", "--out", str(out)])
     assert report_command.main() == 0
     capsys.readouterr()
-    markdown = (out / "report.md").read_text()
-    assert "**Of all rows**" in markdown and "*no recipe*: its embedding is narrower" in markdown
+    assert "<dt>no recipe</dt><dd>its embedding is narrower" in (out / "report.html").read_text()
     lines: dict[str, dict] = {}
     for line in csv.DictReader((out / "report.csv").open(newline="")):
         lines.setdefault(line["recipe"], line)  # the row's own; those of its fine-tunings follow
