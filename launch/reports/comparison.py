@@ -177,8 +177,8 @@ def incomparable(a: ReportedRun, b: ReportedRun) -> str | None:
         if run.vocabulary:  # where it was read from does not matter
             values["data"]["tokenizer"] = {"content": run.vocabulary}
     changed = []
-    for key, one, other in key_paths.differences(*both):
-        if key_paths.is_part(key, SAME_TEXT) and not key.startswith(same):
+    for key, one, other in key_paths.differences(*both, SAME_TEXT):
+        if not key.startswith(same):
             changed.append(f"{key}: {_text(one)} / {_text(other)}")
     if changed:
         return (
