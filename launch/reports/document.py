@@ -13,7 +13,7 @@ from launch.reports import plots, scores
 from launch.reports.comparison import MOST_COMPARED, Comparison, compare
 from launch.reports.entries import (
     Column,
-    Remarks,
+    EntryRemark,
     RowEntry,
     Scale,
     entries_of,
@@ -50,7 +50,7 @@ class Section:
     table: PublishedTable
     entries: list[RowEntry]
     columns: list[Column]
-    remarks: list[tuple[PublishedRow, Remarks]]
+    remarks: list[tuple[PublishedRow, list[EntryRemark]]]
     plots: list[Plot]
     finetuned: list[FinetunedLine]
 
@@ -66,12 +66,8 @@ class Section:
     @property
     def errata_ids(self) -> dict[str, str]:
         """Map the full name of each row with errata to the HTML id of these errata."""
-        numbered = enumerate(self.remarks)
-        return {
-            row.full_name: f"errata-{self.anchor}-{n}"
-            for n, (row, own) in numbered
-            if own.errata
-        }
+        numbered = enumerate(row for row in self.table.rows if row.errata)
+        return {row.full_name: f"errata-{self.anchor}-{n}" for n, row in numbered}
 
     @property
     def runs(self) -> list[ReportedRun]:

@@ -277,33 +277,14 @@ class EntryRemark(NamedTuple):
         return f"{self.kind}: {self.key}" if self.key else self.kind
 
 
-class Remarks(tuple[EntryRemark, ...]):
-    """The remarks of one row."""
-
-    @property
-    def errata(self) -> int:
-        return sum(remark.kind == "erratum" for remark in self)
-
-    @property
-    def kinds(self) -> str:
-        """Return kinds and keys: "note; unknown: steps; inferred: optimizer, schedule"."""
-        keys: dict[str, dict[str, None]] = {}
-        for remark in self:
-            keys.setdefault(remark.kind, {})[remark.key] = None
-        return "; ".join(
-            f"{kind}: {', '.join(own)}" if any(own) else kind
-            for kind, own in keys.items()
-        )
-
-
-def remarks_of(row: PublishedRow) -> Remarks:
+def remarks_of(row: PublishedRow) -> list[EntryRemark]:
     """Return errata, note, impossible printed values, unknown values, and origins of inferred values."""
     found = [EntryRemark("erratum", str(known)) for known in row.errata]
     if row.no_recipe:
         found.append(EntryRemark("no recipe", row.no_recipe))
     recipe = row.recipe
     if recipe is None:
-        return Remarks(found)
+        return found
     published = recipe.published
     if published and published.tflops and published.tflops_by == "exact":
         found.append(EntryRemark("TFLOPS counted", EXACT))
@@ -317,4 +298,4 @@ def remarks_of(row: PublishedRow) -> Remarks:
         found += [
             EntryRemark(kind, text, key) for key, text in getattr(recipe, kind).items()
         ]
-    return Remarks(found)
+    return found

@@ -44,7 +44,6 @@ def page(document: ReportDocument) -> str:
         loader=FileSystemLoader(FOLDER), autoescape=True, **options
     )
     environment.filters["number"] = number
-    environment.filters["unbroken"] = unbroken
     style = Markup((FOLDER / "style.css").read_text(encoding="utf-8"))
     return environment.get_template("page.html").render(
         document=document,
@@ -52,11 +51,6 @@ def page(document: ReportDocument) -> str:
         style=style,
         status_classes=STATUS_CLASSES,
     )
-
-
-def unbroken(text: str) -> str:
-    """Replace the hyphen of exponents such as 3.9e-03 by one without a line break."""
-    return re.sub(r"(?<=\de)-(?=\d)", "\N{NON-BREAKING HYPHEN}", text)
 
 
 # File name -> (its writer, the beginning of the file, which identifies a former report).
@@ -70,17 +64,14 @@ def default_directory(
     tables: Sequence[str], labels: Sequence[str], everything: bool
 ) -> Path:
     """Return reports/<table>, reports/<run>-and-<run>, reports/all-tables or reports/runs."""
+    named = [Path(table).stem for table in tables] or labels
+    name = "runs"
     if everything:
         name = "all-tables"
-    elif len(tables) == 1:
-        name = Path(tables[0]).stem
-    elif not tables and len(labels) <= MOST_COMPARED // 2:
-        name = "-and-".join(labels)
-    else:
-        name = "runs" if labels else "tables"
-    return Path("reports") / (
-        re.sub(r"[^A-Za-z0-9._]+", "-", name).strip("-.") or "runs"
-    )
+    elif len(named) <= MOST_COMPARED // 2:
+        name = "-and-".join(named)
+    plain = re.sub(r"[^A-Za-z0-9._]+", "-", name).strip("-.")
+    return Path("reports") / (plain or "runs")
 
 
 def check(directory: Path) -> list[str]:
