@@ -85,7 +85,9 @@ def parse(text: str, where: str) -> YamlDocument:
         assert mark is not None, error
         lines = text.splitlines() or [""]
         line = min(mark.line, len(lines) - 1)  # the end is a line of its own
-        column = mark.column if line == mark.line else len(lines[line])
+        column = mark.column
+        if line < mark.line:
+            column = len(lines[line])
         rule = f"{error.problem}: {lines[line].strip()!r}"
         place = f"{where}:{line + 1}:{column + 1}"
         raise YamlError(place, "not YAML", rule) from None
