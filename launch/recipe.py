@@ -16,8 +16,6 @@ examples:
   python launch/recipe.py list
       what to run first, then our other recipes, and a line for each published
       table; list TABLE shows its rows, list --all all of them
-  python launch/recipe.py list --family bert --gpus 16 --hardware dgx-2
-      the BERT rows on 16 GPUs of a DGX-2
   python launch/recipe.py list --fits
       the rows whose weights, gradients and optimizer states fit this machine
   python launch/recipe.py show dgx2_gpt2_model_parallel/72x3072-h32-tp8

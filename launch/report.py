@@ -1,4 +1,4 @@
-"""Published tables next to measured numbers, and runs compared: Markdown, CSV and one HTML page with plots.
+"""Published tables next to measured numbers, and runs compared: one HTML page with plots, and CSV.
 
 python launch/report.py runs/a runs/b
 python launch/report.py runs --table jeanzay_megatron_performance
@@ -43,14 +43,13 @@ result.json; one that is still running is shown as unfinished. Tiny runs are
 marked. They get no ratio to published numbers, nor do runs that change the
 model, the sequence length, the batch, what is recomputed, tp, pp, dp or what
 ZeRO shards and offloads, nor emulated fp16. A † marks published rows that
-have errata. Next to rows and runs stands what the planner predicts of them:
-of rows on the hardware that they name, of runs on the machine that they ran
-on.
+have errata. The planner's prediction of a row is in
+launch/plan.py --recipe TABLE/ROW.
 Scores of fine-tuning runs stand next to those that the row of their
 pretraining published.
-Writes report.md, report.csv and report.html (plots inside, no network, no
-scripts). A former report there is replaced; other files never. Long curves
-are drawn as means of neighbouring steps, at most 1000 points each.
+Writes report.html (plots inside, no network, no scripts) and report.csv. A
+former report there is replaced; other files never. Long curves are drawn as
+means of neighbouring steps, at most 1000 points each.
 exit codes: 0 written; 1 written, but some file of a run or of a table could
 not be read (they are named); 2 refused, nothing written."""
 

@@ -12,11 +12,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from launch.console import arguments, ends
-from launch.console.text_table import table
 from recipes import catalog
 from recipes.families import PLACES
 from recipes.layout import Layout
-from recipes.schema import MOST_LOADER_WORKERS, Batch, Recipe
+from recipes.schema import Batch, Recipe
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,13 +26,7 @@ RANKS = (1, 2, 4)
 SHORT = 128  # tokens, as the quotation has it
 QUOTED = '"Adventures with BERT and GPT2" says of such samples that 90 % have less than 128 tokens'
 # The largest number of each flag.
-MOST = {
-    "step": 10**12,
-    "samples": 10_000,
-    "summary": 10**7,
-    "hashes": 10_000,
-    "workers": MOST_LOADER_WORKERS,
-}
+MOST = {"step": 10**12, "samples": 10_000, "summary": 10**7, "hashes": 10_000}
 EXAMPLES = """\
 examples:
   python launch/show_data.py --recipe bert/sotu --step 0 --samples 2
@@ -45,7 +38,7 @@ examples:
   python launch/show_data.py --text my_folder/ --recipe bert/sotu
       your own text: a file, a directory or a glob
   python launch/show_data.py --recipe bert/sotu --summary
-      tokens per document, lengths of samples and share of padding, histograms
+      tokens per document, lengths of samples and share of padding
   python launch/show_data.py --recipe bert/sotu --split validation --samples 3
       held-out samples
 
@@ -61,7 +54,6 @@ RULES = (
     ("--hashes", "--samples", "hashes are of whole steps"),
     ("--hashes", "--split validation, --split test", "only training has steps"),
     ("--step", "--split validation, --split test", "only training has steps"),
-    ("--workers", "+--hashes", "samples are made without threads"),
 )
 
 
@@ -98,8 +90,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     hashes = "instead of samples, hashes of N steps from --step on, as 1, 2 and 4 data-parallel ranks read them"
     add("--hashes", type=int, default=0, metavar="N", help=hashes)
-    ahead = "threads per rank that read ahead for --hashes (default: %(default)s)"
-    add("--workers", type=int, default=1, metavar="N", help=ahead)
     return parser
 
 
@@ -227,38 +217,27 @@ def show_lengths(recipe: Recipe, corpus: Corpus, most: int) -> int:
 
 
 def described(lengths: Sequence[int] | np.ndarray) -> str:
-    """Describe a distribution of lengths in tokens, with a histogram over powers of two."""
+    """Describe lengths in tokens in one line."""
     import numpy as np
 
     if not len(lengths):
         return "  none"
-    low, quarter, median, three, high = np.percentile(lengths, (5, 25, 50, 75, 95))
     short = 100 * np.mean(np.asarray(lengths) < SHORT)
-    shares = 100 * np.bincount(np.frexp(lengths)[1] - 1) / len(lengths)
-    bins = [
-        (f"{2**k:,}-{2 ** (k + 1) - 1:,}", f"{share:.1f} %", "#" * round(share / 2))
-        for k, share in enumerate(shares)
-        if share
-    ]
-    middle = f"mean {np.mean(lengths):,.0f}, median {median:,.0f}; {short:.1f} % below {SHORT}"
-    lines = [
-        f"  {len(lengths):,}, in all {np.sum(lengths):,} tokens: {middle}",
-        f"  percentiles 5, 25, 75, 95: {low:,.0f}, {quarter:,.0f}, {three:,.0f}, {high:,.0f}",
-        table(bins, align="rrl"),
-    ]
-    return "\n".join(lines)
+    middle = f"mean {np.mean(lengths):,.0f}, median {np.median(lengths):,.0f}"
+    whole = f"{len(lengths):,}, in all {np.sum(lengths):,} tokens"
+    return f"  {whole}: {middle}; {short:.1f} % below {SHORT}"
 
 
 def show_hashes(recipe: Recipe, corpus: Corpus, args: argparse.Namespace) -> int:
     """Print the hashes of whole steps under several numbers of ranks; return 1 where they differ."""
     batch = recipe.batch
     layouts = [layout_of(batch, dp) for dp in RANKS if batch.unit % dp == 0]
-    steps = (args.step, args.hashes, args.workers)
-    columns = [step_hashes(recipe, corpus, layout, *steps) for layout in layouts]
+    steps = range(args.step, args.step + args.hashes)
+    columns = [step_hashes(recipe, corpus, layout, steps) for layout in layouts]
     headings = (f"{f'{layout.dp} data-parallel':<16}" for layout in layouts)
     print(f"{'step':>8}  " + "  ".join(headings), flush=True)
     different = []
-    for step, hashes in enumerate(zip(*columns, strict=True), args.step):
+    for step, *hashes in zip(steps, *columns, strict=True):
         equal = len(set(hashes)) == 1
         different += [] if equal else [str(step)]
         shown = "  ".join(found[:16] for found in hashes)
@@ -279,20 +258,21 @@ def layout_of(batch: Batch, dp: int) -> Layout:
 
 
 def step_hashes(
-    recipe: Recipe, corpus: Corpus, layout: Layout, first: int, steps: int, workers: int
+    recipe: Recipe, corpus: Corpus, layout: Layout, steps: range
 ) -> Iterator[str]:
     """Yield the hash of each step, joined from the batches of all ranks of a layout."""
     from data.loader import StepBatches, batch_digest
 
     samples = corpus.train
     seed = recipe.seed
+    first = steps.start
     sizes = recipe.sizes_in_data
     ranks = [
-        StepBatches(samples, seed, layout, rank, first, workers=workers, sizes=sizes)
+        StepBatches(samples, seed, layout, rank, first, sizes=sizes)
         for rank in range(layout.dp)
     ]
     try:
-        for _ in range(steps):
+        for _ in steps:
             yield batch_digest([micro for rank in ranks for micro in next(rank)])
     finally:
         for rank in ranks:

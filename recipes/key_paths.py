@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
@@ -153,15 +153,22 @@ def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield prefix, tree
 
 
-def differences(old: Any, new: Any) -> list[tuple[str, Any, Any]]:
-    """List (dotted key, old value, new value) of differing leaves; "absent" if one side lacks the key."""
+def differences(
+    old: Any, new: Any, among: Collection[str] | None = None
+) -> list[tuple[str, Any, Any]]:
+    """List (dotted key, old value, new value) of differing leaves; "absent" if one side lacks the key.
+
+    `among`: the keys that are asked for, each with all below it; None: all.
+    """
     before = dict(flatten(old))
     after = dict(flatten(new))
-    pairs = [
-        (key, before.get(key, "absent"), after.get(key, "absent"))
-        for key in {**before, **after}
-    ]
-    return [pair for pair in pairs if pair[1] != pair[2]]
+    found = []
+    for key in {**before, **after}:
+        was = before.get(key, "absent")
+        now = after.get(key, "absent")
+        if was != now and (among is None or is_part(key, among)):
+            found.append((key, was, now))
+    return found
 
 
 def key_of(setting: str) -> str:

@@ -31,7 +31,7 @@ from launch.ranks.processes import gathered
 from modeling.initialization import DTYPES, canonical_name, shard_of
 from recipes.catalog import ORDER
 from recipes.files import FileError
-from recipes.key_paths import differences, flatten, is_part
+from recipes.key_paths import differences, flatten
 from recipes.problems import Problem, counted, some
 from recipes.schema import Recipe
 
@@ -316,8 +316,7 @@ def _other_step(held: Manifest, sample: ProofSample) -> Iterator[str]:
     """Yield, in words, what the next step trains on otherwise than the step after the save. Collective."""
     saved = held.next_step
     then = Recipe.model_validate(held.recipe).compared()
-    changed = differences(then, sample.recipe.compared())
-    if saved is None or any(is_part(key, NEXT) for key, _, _ in changed):
+    if saved is None or differences(then, sample.recipe.compared(), NEXT):
         return
     if sample.next_step() not in (saved, None):
         yield "the next step has other samples or other dropout than the step after the save"

@@ -216,11 +216,7 @@ def _notices_of_changes(
     """Return notices of all differences between this launch and the one before."""
     # Through JSON, since a saved plan has lists where a new one has tuples.
     there, now = (json.loads(json.dumps(plan_to_json(each))) for each in (saved, plan))
-    facts = [
-        change
-        for change in differences(there, now)
-        if is_part(change[0], CHANGEABLE_FACTS)
-    ]
+    facts = differences(there, now, CHANGEABLE_FACTS)
     facts += [
         change
         for change in of_recipe

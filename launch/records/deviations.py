@@ -262,9 +262,8 @@ def not_comparable(
 
 def changed_work(row: Recipe, run: Recipe) -> list[str]:
     """Return the keys in which the recipes differ in their amount of work."""
-    both = (recipe.compared() for recipe in (row, run))
-    keys = [key for key, _, _ in differences(*both)]
-    return [key for key in keys if is_part(key, SAME_WORK)]
+    changed = differences(row.compared(), run.compared(), SAME_WORK)
+    return [key for key, _, _ in changed]
 
 
 def changed_degrees(row: Recipe, layout: Layout) -> list[str]:

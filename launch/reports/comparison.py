@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any
 
 from launch.console.text_table import NOTHING, loss, number, ratio
 from launch.reports.entries import (
     COUNTS,
+    PEAK,
     QUANTITIES,
     SPEEDS,
     SPLITS,
@@ -19,7 +19,7 @@ from launch.reports.entries import (
     spread,
 )
 from launch.reports.frames import ReportTable
-from launch.reports.runs import ReportedRun, differences
+from launch.reports.runs import ReportedRun
 from recipes import key_paths
 from recipes.problems import counted
 
@@ -64,11 +64,11 @@ class Comparison:
     Attributes:
         results: a value per run, and the change from the first run to each other.
         configuration: the keys that differ.
-        remarks: cautions for the reader.
+        remarks: why losses are not comparable.
         findings: differences of the loss curves.
     """
 
-    runs: list[ReportedRun]
+    runs: Sequence[ReportedRun]
     results: ReportTable
     configuration: ReportTable
     remarks: list[str]
@@ -76,32 +76,23 @@ class Comparison:
 
 
 def compare(runs: Sequence[ReportedRun]) -> Comparison:
-    """Compare the first readable run with each of the others."""
-    first = next((run for run in runs if run.readable), runs[0])
-    others = [run for run in runs if run is not first]
+    """Compare the first run with each of the others."""
+    first, *others = runs
     why_not = [incomparable(first, run) for run in others]
-    remarks: list[str] = []
-    findings: list[str] = []
-    if first is not runs[0]:
-        remarks.append(
-            f"{runs[0].label} cannot be read: the runs are compared with {first.label}"
-        )
+    findings = []
     for run, why in zip(others, why_not, strict=True):
-        remarks += [*([why] if why else []), *cautions(first, run)]
-        findings += [] if why else curve_findings(first, run)
-    runs = [first, *others]
+        if not why:
+            findings.append(curve_finding(first, run))
     labels = tuple(run.label for run in runs)
     changed = tuple(f"{label}, next to {labels[0]}" for label in labels[1:])
     kinds = ("name", *["text"] * len(runs), *["change"] * len(others))
     outcomes = list(result_rows(runs, why_not))
-    results = ReportTable(
-        ("", *labels, *changed), kinds, outcomes, "Results", style="results"
-    )
+    headings = ("", *labels, *changed)
+    results = ReportTable(headings, kinds, outcomes, "Results", style="results")
     made = "What differs in how they were made"
-    keys = ReportTable(
-        ("", *labels), kinds, list(configuration(runs)), made, style="differences"
-    )
-    return Comparison(runs, results, keys, list(dict.fromkeys(remarks)), findings)
+    differing = list(configuration(runs))
+    keys = ReportTable(("", *labels), kinds, differing, made, style="differences")
+    return Comparison(runs, results, keys, [*filter(None, why_not)], findings)
 
 
 def configuration(runs: Sequence[ReportedRun]) -> Iterator[tuple[str, ...]]:
@@ -116,36 +107,42 @@ def configuration(runs: Sequence[ReportedRun]) -> Iterator[tuple[str, ...]]:
 def result_rows(
     runs: Sequence[ReportedRun], why_not: Sequence[str | None]
 ) -> Iterator[tuple[str, ...]]:
-    """Yield every quantity that any run has.
-
-    Incomparable losses get no difference, and speeds no ratio where half of the steps of both overlap.
-    """
+    """Yield every quantity that any run has, with the changes from the first run."""
+    first, *others = runs
     statuses = [run.status + (" (tiny)" if run.tiny else "") for run in runs]
-    yield (
-        "status",
-        *statuses,
-        *("" if status == statuses[0] else "differs" for status in statuses[1:]),
-    )
+    yield "status", *statuses, *[""] * len(others)
     figures = [figure for run in runs for figure in run.result.figures]
     losses = [column for split in SPLITS for column in loss_columns(split, figures)]
     for column in (*COUNTS, *losses, *QUANTITIES):
         values = [column.of(run.result) for run in runs]
+        show = loss if column.change == "loss" else number
         if any(value is not None for value in values):
-            show = loss if column.change == "loss" else number
             changes = []
-            for run, value, why in zip(runs[1:], values[1:], why_not, strict=True):
-                if column.change == "loss" and why:
-                    changes.append("not comparable")
-                elif column.key in SPEEDS and _overlap(
-                    _spread(runs[0], column), _spread(run, column)
-                ):
-                    changes.append("within the spread")
-                else:
-                    changes.append(_change(values[0], value, column))
+            for run, why in zip(others, why_not, strict=True):
+                changes.append(_change(first, run, column, why))
             yield column.heading, *map(show, values), *changes
         if column.key == TIME and any(run.result.speed.quartiles_s for run in runs):
             spreads = [spread(run.result) for run in runs]
-            yield "half of the steps (s)", *spreads, *[""] * len(why_not)
+            yield "half of the steps (s)", *spreads, *[""] * len(others)
+
+
+def _change(a: ReportedRun, b: ReportedRun, column: Column, why: str | None) -> str:
+    """Write the change from `a` to `b`, or why there is none; `why`: against comparing losses."""
+    first = column.of(a.result)
+    value = column.of(b.result)
+    if first is None or value is None:
+        return NOTHING
+    if column.change == "loss" and why:
+        return "not comparable"
+    if column.key in SPEEDS and _overlap(_spread(a, column), _spread(b, column)):
+        return "within the spread"
+    kinds = {a.result.memory.kind, b.result.memory.kind} - {None}
+    if column.key == PEAK and len(kinds) > 1:
+        return "memory of another kind"
+    if column.change == "ratio":
+        return ratio(value / first) if first else NOTHING
+    change = value - first
+    return f"{change:+,}" if isinstance(change, int) else f"{change:+.4g}"
 
 
 def _spread(run: ReportedRun, column: Column) -> tuple[float, float] | None:
@@ -180,8 +177,8 @@ def incomparable(a: ReportedRun, b: ReportedRun) -> str | None:
         if run.vocabulary:  # where it was read from does not matter
             values["data"]["tokenizer"] = {"content": run.vocabulary}
     changed = []
-    for key, one, other in key_paths.differences(*both):
-        if key_paths.is_part(key, SAME_TEXT) and not key.startswith(same):
+    for key, one, other in key_paths.differences(*both, SAME_TEXT):
+        if not key.startswith(same):
             changed.append(f"{key}: {_text(one)} / {_text(other)}")
     if changed:
         return (
@@ -199,115 +196,46 @@ def incomparable(a: ReportedRun, b: ReportedRun) -> str | None:
     return None
 
 
-def cautions(a: ReportedRun, b: ReportedRun) -> Iterator[str]:
-    """Yield further causes of a difference between two comparable losses."""
-    if a.recipe is None or b.recipe is None:
-        return
-    pair = f"{a.label} and {b.label}"
-    one = a.recipe
-    two = b.recipe
-    text = "after the same step they have read different amounts of text"
-    easier = "a token with more before it is easier to predict"
-    samples = (one.run.validation_samples, two.run.validation_samples)
-    for what, own, other, so in (
-        ("have different global batches", one.batch.global_, two.batch.global_, text),
-        (
-            "have different sequence lengths",
-            one.sequence_length,
-            two.sequence_length,
-            easier,
-        ),
-        (
-            "have different seeds",
-            one.seed,
-            two.seed,
-            "other initial weights and other batches",
-        ),
-        (
-            "validate on different numbers of samples",
-            *samples,
-            "compare their training losses",
-        ),
-    ):
-        if own != other:
-            yield f"{pair} {what} ({own} / {other}): {so}"
-    if a.tiny != b.tiny:
-        small = a.label if a.tiny else b.label
-        yield f"{small} is tiny, the other is not: its speed and its loss say nothing about the other's"
-    kinds = [run.result.memory.kind for run in (a, b)]
-    if None not in kinds and kinds[0] != kinds[1]:  # None: the run recorded no step
-        yield f"{pair} count different kinds of memory ({kinds[0]} / {kinds[1]})"
-
-
-def curve_findings(a: ReportedRun, b: ReportedRun) -> Iterator[str]:
-    """Yield the step at which two loss curves part, and the largest difference."""
-    precisions = (
-        run.result.precision or (run.recipe.precision if run.recipe else "fp32")
-        for run in (a, b)
-    )
-    tolerance = max(
-        ROUNDING.get(precision, ROUNDING["fp32"]) for precision in precisions
-    )
+def curve_finding(a: ReportedRun, b: ReportedRun) -> str:
+    """Say at which step the training losses of two runs part, and by how much at most."""
+    second = dict(b.training)
+    common = [(step, own, second[step]) for step, own in a.training if step in second]
+    found = f"training {a.result.figures[0].name} of {a.label} and {b.label}"
+    if not common:
+        return f"{found}: no common step"
+    precisions = (run.result.precision or "fp32" for run in (a, b))
+    tolerance = max(ROUNDING.get(each, ROUNDING["fp32"]) for each in precisions)
     rounding = f"rounding ({tolerance:.1e} of the loss)"
-    for name, what in (("training", "step"), ("validation", "validation")):
-        first = dict(getattr(a, name))
-        second = dict(getattr(b, name))
-        apart = differences(getattr(a, name), getattr(b, name))
-        loss_name = f"{name} {a.result.figures[0].name}"
-        beginning = f"{loss_name} of {a.label} and {b.label}, {counted(len(apart), f'common {what}')}"
-        if not apart:
-            yield f"{beginning}: nothing to compare"
-            continue
-        step, by = max(apart, key=itemgetter(1))
-        largest = f"largest difference {by:.2e} at step {step:,.0f}"
-        size = {step: max(abs(first[step]), abs(second[step])) for step, _ in apart}
-        step, by = next(
-            ((step, by) for step, by in apart if by > tolerance * size[step]), (0, 0.0)
-        )
-        parted = (
-            f"first differ by more than {rounding} at step {step:,.0f}, by {by:.2e}"
-        )
-        yield f"{beginning}: {parted if by else f'equal to {rounding}'}; {largest}"
+    parted = f"equal to {rounding}"
+    for step, own, other in common:
+        by = abs(own - other)
+        if by > tolerance * max(abs(own), abs(other)):
+            parted = (
+                f"first differ by more than {rounding} at step {step:,.0f}, by {by:.2e}"
+            )
+            break
+    step, own, other = max(common, key=lambda each: abs(each[1] - each[2]))
+    largest = f"largest difference {abs(own - other):.2e} at step {step:,.0f}"
+    return f"{found}, {counted(len(common), 'common step')}: {parted}; {largest}"
 
 
 def _facts(run: ReportedRun) -> dict[str, Any]:
-    plan = run.plan
-    result = run.result
-    machine = {**run.machine}
-    recipe = (
-        plan.recipe.model_dump(mode="json", by_alias=True, exclude=OMITTED)
-        if plan
-        else {}
-    )
-    versions, git = (machine.pop(key, None) or {} for key in ("versions", "git"))
-    return {
+    found = {
         "recipe": run.name + (" (tiny)" if run.tiny else ""),
-        "branch of": str(plan.recipe.branch) if plan and plan.recipe.branch else ABSENT,
-        "ds_config": plan.ds_name if plan else result.ds_config,
-        "implementation": result.implementation or ABSENT,
-        "layout": vars(plan.layout) if plan else {},
-        "precision": result.precision_text,
-        "hardware": machine,
-        "versions": versions,
-        "git": git,
-        **{f"recipe.{key}": value for key, value in recipe.items()},
-        **{
-            f"deepspeed.{key}": value
-            for key, value in (plan.ds if plan else {}).items()
-        },
+        "ds_config": run.result.ds_config,
+        "implementation": run.result.implementation or ABSENT,
+        "precision": run.result.precision_text,
+        **run.machine,
     }
-
-
-def _change(first: float | None, value: float | None, column: Column) -> str:
-    if first is None or value is None or (column.change == "ratio" and not first):
-        return NOTHING
-    if column.change == "ratio":
-        return ratio(value / first)
-    return (
-        f"{value - first:+,}"
-        if isinstance(value - first, int)
-        else f"{value - first:+.4g}"
-    )
+    plan = run.plan
+    if plan:
+        recipe = plan.recipe.model_dump(mode="json", by_alias=True, exclude=OMITTED)
+        found |= {f"recipe.{key}": value for key, value in recipe.items()}
+        found |= {f"deepspeed.{key}": value for key, value in plan.ds.items()}
+        found |= {"ds_config": plan.ds_name, "layout": vars(plan.layout)}
+        if plan.recipe.branch:
+            found["branch of"] = str(plan.recipe.branch)
+    return found
 
 
 def _text(value: Any) -> str:

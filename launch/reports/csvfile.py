@@ -15,8 +15,6 @@ from launch.records.metrics import PARTS
 from launch.records.result import Result
 from launch.reports.document import ReportDocument
 from launch.reports.entries import MEASURED, RATIO_NAMES, SPLITS, RowEntry
-from launch.reports.predictions import PREDICTED, PredictionLine
-from launch.reports.predictions import PUBLISHED as OF_ROW
 from launch.reports.scores import NOT_RUN, NOT_SCORED, FinetunedLine
 from launch.tables.scores import scores
 from recipes.families import MINIMISED, values_of
@@ -61,8 +59,6 @@ COLUMNS = (
     "precision",
     "ds_config",
     "deviations",
-    *(f"published_{key}" for key in PREDICTED),  # of the row, and of the run
-    *PREDICTED,
     "task",
     "figure",
     "published_score",
@@ -82,10 +78,8 @@ def write(document: ReportDocument) -> str:
             "table": section.table.name,
             "published_columns": " | ".join(section.table.columns),
         }
-        lines = {(line.name, line.label): line for line in section.predicted}
         for entry in section.entries:
-            cells = {**table, **_cells(entry), **_predicted(entry, lines)}
-            writer.writerow(_inert(cells))
+            writer.writerow(_inert({**table, **_cells(entry)}))
         for each in section.finetuned:
             writer.writerow(_inert({**table, **_finetuned(each)}))
     return buffer.getvalue()
@@ -166,17 +160,3 @@ def _finetuned(line: FinetunedLine) -> dict[str, Any]:
             "models": found.models,
         }
     return values
-
-
-def _predicted(
-    entry: RowEntry, lines: Mapping[tuple[str, str], PredictionLine]
-) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for prefix, label in (
-        ("published_", OF_ROW),
-        ("", entry.run and entry.run.full_label),
-    ):
-        line = lines.get((entry.row.full_name, label or ""))
-        if line:
-            found |= {f"{prefix}{key}": getattr(line, key) for key in PREDICTED}
-    return found

@@ -1,4 +1,4 @@
-"""A report as data, the common source of the Markdown, CSV and HTML files."""
+"""A report as data, the common source of the CSV and HTML files."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from launch.reports import plots, predictions, scores
+from launch.reports import plots, scores
 from launch.reports.comparison import MOST_COMPARED, Comparison, compare
 from launch.reports.entries import (
     Column,
-    Remarks,
+    EntryRemark,
     RowEntry,
     Scale,
     entries_of,
     measured_columns,
-    split_remarks,
+    remarks_of,
 )
 from launch.reports.frames import ReportTable
 from launch.reports.plots import Plot
-from launch.reports.predictions import PredictionLine
 from launch.reports.runs import Over, ReportedRun
 from launch.reports.scores import FinetunedLine
 from launch.reports.tables import PublishedRow, PublishedTable, Tables
@@ -44,28 +43,20 @@ class Section:
 
     Attributes:
         columns: measured quantities; empty without runs.
-        common: remarks that all rows share; remarks: the other remarks of each row.
-        predicted: rows and runs next to their predictions.
+        remarks: of each row that has some.
         finetuned: fine-tuning scores, published by the rows and measured here from their weights.
     """
 
     table: PublishedTable
     entries: list[RowEntry]
     columns: list[Column]
-    common: Remarks
-    remarks: list[tuple[PublishedRow, Remarks]]
+    remarks: list[tuple[PublishedRow, list[EntryRemark]]]
     plots: list[Plot]
-    predicted: list[PredictionLine]
     finetuned: list[FinetunedLine]
 
     @property
-    def frames(self) -> list[ReportTable]:
-        """Return the tables below the main one: predictions and fine-tuning scores."""
-        found = (
-            predictions.frame(self.predicted),
-            scores.finetuned_frame(self.finetuned),
-        )
-        return [*filter(None, found)]
+    def finetuned_frame(self) -> ReportTable | None:
+        return scores.finetuned_frame(self.finetuned)
 
     @property
     def anchor(self) -> str:
@@ -75,12 +66,8 @@ class Section:
     @property
     def errata_ids(self) -> dict[str, str]:
         """Map the full name of each row with errata to the HTML id of these errata."""
-        numbered = enumerate(self.remarks)
-        return {
-            row.full_name: f"errata-{self.anchor}-{n}"
-            for n, (row, own) in numbered
-            if own.errata
-        }
+        numbered = enumerate(row for row in self.table.rows if row.errata)
+        return {row.full_name: f"errata-{self.anchor}-{n}" for n, row in numbered}
 
     @property
     def runs(self) -> list[ReportedRun]:
@@ -161,16 +148,16 @@ def assemble(
     def section(table: PublishedTable, runs: Sequence[ReportedRun]) -> Section:
         entries = entries_of(table, runs)
         ran = [entry.run for entry in entries if entry.run]
+        remarks = [(row, remarks_of(row)) for row in table.rows]
+        drawn = plots.throughput(entries) + plots.of_runs(ran)
+        if comparison is None:  # which draws the losses
+            drawn += plots.losses(ran, over)
         return Section(
             table,
             entries,
             measured_columns(table, ran),
-            *split_remarks(table.rows),
-            # A comparison draws the losses, too.
-            plots.throughput(entries)
-            + plots.of_runs(ran)
-            + ([] if comparison else plots.losses(ran, over)),
-            predictions.lines_of(entries),
+            [(row, said) for row, said in remarks if said],
+            drawn,
             list(scores.finetuned_lines(table.rows, tuned, tables.recipe)),
         )
 
@@ -192,7 +179,7 @@ def assemble(
         sections.append(section(_table_of_strangers(strangers), strangers))
     problems += [str(problem) for each in sections for problem in each.table.problems]
     problems += [problem for run in runs for problem in run.problems]
-    drawn = plots.of_comparison(comparison.runs, over) if comparison else []
+    drawn = plots.losses(comparison.runs, over) if comparison else []
     in_rows = [line.finetuned for each in sections for line in each.finetuned]
     return ReportDocument(
         _title(sections, comparison),

@@ -97,6 +97,7 @@ QUANTITIES = (
 )
 COLUMNS = {column.key: column for column in (*COUNTS, *QUANTITIES)}
 TIME = "time_per_iteration_s"
+PEAK = "peak_gb"
 SPEEDS = (TIME, "samples_per_s", "tokens_per_s", "tflops", "exact_tflops")
 # Shown next to published rows, and in the CSV.
 _MEASURED_KEYS = (
@@ -276,25 +277,6 @@ class EntryRemark(NamedTuple):
         return f"{self.kind}: {self.key}" if self.key else self.kind
 
 
-class Remarks(tuple[EntryRemark, ...]):
-    """The remarks of one row, or the common remarks of a table."""
-
-    @property
-    def errata(self) -> int:
-        return sum(remark.kind == "erratum" for remark in self)
-
-    @property
-    def kinds(self) -> str:
-        """Return kinds and keys: "note; unknown: steps; inferred: optimizer, schedule"."""
-        keys: dict[str, dict[str, None]] = {}
-        for remark in self:
-            keys.setdefault(remark.kind, {})[remark.key] = None
-        return "; ".join(
-            f"{kind}: {', '.join(own)}" if any(own) else kind
-            for kind, own in keys.items()
-        )
-
-
 def remarks_of(row: PublishedRow) -> list[EntryRemark]:
     """Return errata, note, impossible printed values, unknown values, and origins of inferred values."""
     found = [EntryRemark("erratum", str(known)) for known in row.errata]
@@ -317,22 +299,3 @@ def remarks_of(row: PublishedRow) -> list[EntryRemark]:
             EntryRemark(kind, text, key) for key, text in getattr(recipe, kind).items()
         ]
     return found
-
-
-def split_remarks(
-    rows: Sequence[PublishedRow],
-) -> tuple[Remarks, list[tuple[PublishedRow, Remarks]]]:
-    """Return the common remarks of all rows, and each row's other remarks."""
-    every = [(row, remarks_of(row)) for row in rows]
-    recipes = [own for row, own in every if not row.no_recipe]
-    shared = recipes[0] if len(recipes) > 1 else []
-    common = []
-    for remark in shared:  # each row's mark leads to its own errata
-        if remark.kind != "erratum" and all(remark in own for own in recipes):
-            common.append(remark)
-    others = []
-    for row, remarks in every:
-        own = Remarks(each for each in remarks if each not in common)
-        if own:
-            others.append((row, own))
-    return Remarks(common), others

@@ -1,4 +1,4 @@
-"""Plots of a report: published and measured throughput, losses, and seconds per step."""
+"""Plots of a report: published and measured throughput, runs by speed and memory, and losses."""
 
 from __future__ import annotations
 
@@ -7,30 +7,23 @@ import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import Any, NamedTuple
+from typing import Any
 
 import matplotlib
-import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.text import Text
-from matplotlib.ticker import (
-    EngFormatter,
-    FuncFormatter,
-    Locator,
-    LogLocator,
-    MaxNLocator,
-    NullLocator,
-)
+from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullLocator
 
 from launch.records.loss_plot import mean, moving_average, step_ticks, write_in_margin
 from launch.records.result import TFLOPS_BY
 from launch.records.result_text import EXACT
 from launch.reports.comparison import incomparable
-from launch.reports.entries import COLUMNS, RowEntry
-from launch.reports.runs import OOM, Over, Points, ReportedRun, differences
+from launch.reports.entries import COLUMNS, TIME, RowEntry
+from launch.reports.runs import OOM, Over, Points, ReportedRun
 from recipes.problems import counted
 
 INK = "#1c2024"
@@ -46,6 +39,7 @@ PALETTE = (
     "#7f8790",
 )
 LOG_FROM = 30  # largest / smallest value; above this the axis is logarithmic
+DECADES_FROM = 1000  # above this such an axis has ticks at powers of ten only
 RUNS_PER_PLOT = len(PALETTE)
 # One dash pattern per run, so that curves show through each other's gaps; validations have marks.
 DASHES: tuple[Any, ...] = (
@@ -66,7 +60,6 @@ VALIDATION: dict[str, Any] = {
     "fillstyle": "none",
 }
 BARS: dict[str, Any] = {"facecolor": PALETTE[0], "alpha": 0.6}
-HATCHED: dict[str, Any] = {**BARS, "hatch": "///", "edgecolor": INK, "linewidth": 0}
 DIAMONDS: dict[str, Any] = {
     "marker": "D",
     "markersize": 6.5,
@@ -76,12 +69,6 @@ DIAMONDS: dict[str, Any] = {
     "markeredgewidth": 0.8,
 }
 MOST_POINTS = 1000  # of one curve
-NOISY_POINTS = 300  # of a curve without smoothing; more would draw a band
-THINNED = " Curves of more than {} steps are drawn as means of neighbouring steps."
-# Share of the curves' range: a reference line further away is only named at the edge.
-NEAR = 0.5
-LEAST_RANGE = 0.2  # nats; the least range assumed for flat curves
-LEAST_TICKS = 3  # on a logarithmic axis
 # Quantity -> axis label. The time is drawn only where neither of the first two was published.
 THROUGHPUT = {
     "tflops": "TFLOPS per GPU, counted as each row's source does",
@@ -93,15 +80,6 @@ OVER: dict[Over, str] = {
     "tokens": "tokens read",
     "hours": "hours of optimizer steps, without validation and saving",
 }
-Legend = list[tuple[Any, str]]  # (handle, label)
-
-
-class Curve(NamedTuple):
-    """A run's values over the optimizer steps. `number`: of the run, for its color and dashes."""
-
-    number: int
-    run: ReportedRun
-    points: Points
 
 
 @dataclass(frozen=True)
@@ -123,16 +101,11 @@ class Plot:
 def throughput(entries: Sequence[RowEntry]) -> list[Plot]:
     """Plot published numbers as bars and measured ones as points, one plot per quantity."""
     found = [key for key in THROUGHPUT if _published(entries, key)]
-    return [
-        _throughput(entries, key)
-        for key in found
-        if key != "time_per_iteration_s" or len(found) == 1
-    ]
+    rates = [key for key in found if key != TIME]
+    return [_throughput(entries, key) for key in rates or found]
 
 
-def losses(
-    runs: Sequence[ReportedRun], over: Over = "steps", title: str = "Loss"
-) -> list[Plot]:
+def losses(runs: Sequence[ReportedRun], over: Over = "steps") -> list[Plot]:
     """Plot training losses (moving average) and validations over steps, tokens or hours.
 
     Runs whose losses are not comparable have plots of their own; a plot has `RUNS_PER_PLOT` runs.
@@ -141,9 +114,11 @@ def losses(
     for drawn in _comparable(run for run in runs if run.training or run.validation):
         for start in range(0, len(drawn), RUNS_PER_PLOT):
             some = drawn[start : start + RUNS_PER_PLOT]
-            which = f", runs {start + 1} to {start + len(some)} of {len(drawn)}"
-            whole = title + which if len(drawn) > len(some) else title
-            found.append(_losses(some, over, whole))
+            title = "Loss"
+            if len(some) < len(drawn):
+                which = f"runs {start + 1} to {start + len(some)} of {len(drawn)}"
+                title = f"Loss, {which}"
+            found.append(_losses(some, over, title))
     return found
 
 
@@ -160,37 +135,6 @@ def _comparable(runs: Iterable[ReportedRun]) -> list[list[ReportedRun]]:
     return groups
 
 
-def of_comparison(runs: Sequence[ReportedRun], over: Over = "steps") -> list[Plot]:
-    """Plot losses, their differences from the first run's step by step, and the wall time of every step."""
-    first, *others = runs
-    apart = []
-    seconds = [Curve(index, run, run.seconds) for index, run in enumerate(runs)]
-    for index, run in enumerate(others, start=1):
-        if incomparable(first, run):
-            continue
-        points = [
-            (step, by) for step, by in differences(first.training, run.training) if by
-        ]
-        apart.append(Curve(index, run, points))
-    figure = first.result.figures[0]
-    difference = (
-        f"Absolute difference of the {figure.name} of every step from that of {first.label}; steps without any "
-        "difference are not drawn, nor runs whose losses are not comparable."
-    )
-    names = (
-        f"Training {figure.name} next to {first.label}",
-        f"absolute difference ({figure.unit})",
-    )
-    time = "Time per step"
-    return [
-        *losses(runs, over, "Losses"),
-        *_steps(
-            apart, names, "Difference of the training losses", difference, log=True
-        ),
-        *_steps(seconds, (time, "seconds"), time, "Wall time of every step."),
-    ]
-
-
 def of_runs(runs: Sequence[ReportedRun]) -> list[Plot]:
     """Plot samples per second and peak memory of each run; no plot of fewer than two runs."""
     if len(runs) < 2:
@@ -203,189 +147,125 @@ def of_runs(runs: Sequence[ReportedRun]) -> list[Plot]:
         for y, run in enumerate(oldest_first):
             value = COLUMNS[key].of(run.result)
             if value is None or run.status == OOM:
-                where: dict[str, Any] = {
-                    "xycoords": ("axes fraction", "data"),
-                    "va": "center",
-                }
-                axes.annotate(run.status, (0.01, y), fontsize=8, color=INK, **where)
-            else:
-                axes.barh(y, value, height=0.62, **BARS)
-                if key == "samples_per_s":
-                    _draw_spread(axes, y, value, run)
-        shown = labels if number == 1 else [""] * len(runs)
-        axes.set_yticks(range(len(runs)), shown)
-        axes.set_ylim(len(runs) - 0.4, -0.6)
-        axes.grid(visible=False, axis="y")
+                _in_place_of_a_bar(axes, y, run.status)
+                continue
+            axes.barh(y, value, height=0.62, **BARS)
+            ends = run.result.speed.spread_of(value)
+            if ends and key == "samples_per_s":
+                axes.plot(ends, [y, y], color=INK, linewidth=1.2, marker="|")
+        _one_row_each(axes, labels if number == 1 else [""] * len(runs))
     caption = (
         "A run without a bar says how it ended, or has no such number. Half of a run's steps lie within its "
         "line: runs whose lines overlap are not told apart by speed."
     )
-    return [_render(figure, [], "Speed and memory of the runs", caption)]
+    return [_render(figure, {}, "Speed and memory of the runs", caption)]
 
 
-def _draw_spread(axes: Axes, y: float, value: float, run: ReportedRun) -> None:
-    """Draw between which speeds half of the steps lie."""
-    ends = run.result.speed.spread_of(value)
-    if ends:
-        axes.plot(ends, [y, y], color=INK, linewidth=1.2, marker="|", markersize=6)
+def _in_place_of_a_bar(axes: Axes, y: int, text: str) -> None:
+    place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "va": "center"}
+    axes.annotate(text, (0.01, y), fontsize=8, color=INK, **place)
 
 
-def _steps(
-    curves: Sequence[Curve],
-    names: tuple[str, str],
-    label: str,
-    caption: str,
-    log: bool = False,
-) -> list[Plot]:
-    """Plot curves without smoothing; return no plot without points. `names`: title and y axis."""
-    figure = Figure(figsize=(8, 4.2), layout="constrained")
-    axes = new_axes(figure, names[0], "optimizer step", names[1])
-    legend = _draw(axes, curves, NOISY_POINTS)
-    if not legend:
-        return []
-    if log or _wide([value for curve in curves for _, value in curve.points]):
-        log_axis(axes, "y")
-    return [_render(figure, legend, label, caption + THINNED.format(NOISY_POINTS))]
+def _one_row_each(axes: Axes, labels: Sequence[str]) -> None:
+    """Name the rows of a plot, the first at the top."""
+    axes.set_yticks(range(len(labels)), labels)
+    axes.set_ylim(len(labels) - 0.4, -0.6)
+    axes.grid(visible=False, axis="y")
 
 
 def _throughput(entries: Sequence[RowEntry], key: str) -> Plot:
-    rows = {entry.row.full_name: entry.row for entry in entries}
-    at = {name: y for y, name in enumerate(rows)}
+    rows = list({entry.row.full_name: entry.row for entry in entries}.values())
     name_of_axis = _axis(entries, key)
     published = _published(entries, key)
     figure = Figure(figsize=(8, 1.5 + 0.3 * len(rows)), layout="constrained")
     axes = new_axes(figure, "", name_of_axis, "")
-    wrong = [name for name in published if rows[name].is_wrong(key)]
-    right = [name for name in published if name not in wrong]
-    for names, style in ((right, BARS), (wrong, HATCHED)):
-        axes.barh(
-            [at[name] for name in names],
-            [published[name] for name in names],
-            height=0.62,
-            **style,
-        )
-    measured = ((at[entry.row.full_name], _measured(entry, key)) for entry in entries)
-    points = [(y, value) for y, value in measured if value is not None]
-    axes.plot(
-        [value for _, value in points], [y for y, _ in points], zorder=3, **DIAMONDS
-    )
-    values = [*published.values(), *(value for _, value in points)]
-    wide = _wide(values)
-    if wide:
-        log_axis(axes, "x")
-        axes.set_xlim(min(values) / 2, max(values) * 1.5)
-    for name, row in rows.items():
-        if name not in published:
-            why = (
-                "published as out of memory"
-                if row.published and row.published.oom
-                else "not published"
-            )
-            where: dict[str, Any] = {
-                "xycoords": ("axes fraction", "data"),
-                "va": "center",
-            }
-            axes.annotate(why, (0.01, at[name]), fontsize=8, color=INK, **where)
-    axes.set_yticks(range(len(rows)), [row.name for row in rows.values()])
-    axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.grid(visible=False, axis="y")
-    legend: Legend = [(Patch(**BARS), "published")]
-    legend += (
-        [(Patch(**HATCHED), "published, wrong by its erratum (†)")] if wrong else []
-    )
-    legend += [(Line2D([], [], **DIAMONDS), "measured")] if points else []
-    parts = [
-        f"{name_of_axis}{', logarithmic axis' if wide else ''}: bars as published, points as measured."
-    ]
+    legend: dict[str, Artist] = {"published": Patch(**BARS)}
+    for y, row in enumerate(rows):
+        value = published.get(row.full_name)
+        if value is None:
+            oom = row.published and row.published.oom
+            why = "published as out of memory" if oom else "not published"
+            _in_place_of_a_bar(axes, y, why)
+        else:
+            axes.barh(y, value, height=0.62, **BARS)
+    points = []
+    for entry in entries:
+        measured = _measured(entry, key)
+        if measured is not None:
+            points.append(measured)
+            axes.plot(measured, rows.index(entry.row), zorder=3, **DIAMONDS)
+            legend["measured"] = Line2D([], [], **DIAMONDS)
+    drawn = [*published.values(), *points]
+    least = min(drawn)
+    most = max(drawn)
+    parts = [f"{name_of_axis}: bars as published, points as measured."]
+    if most > LOG_FROM * least:
+        log_axis(axes, least / 2, most * 1.5)
+        parts.append("The axis is logarithmic.")
+    _one_row_each(axes, [f"{row.name} †" if row.errata else row.name for row in rows])
     if key == "tflops" and _counted_as(entries) == "exact_tflops":
         parts.append(f"{EXACT[0].upper()}{EXACT[1:]}.")
+    if any(row.errata for row in rows):
+        parts.append("†: the source contradicts itself there.")
+    parts.append(_left_out(entries, points))
+    label = f"Published and measured: {name_of_axis}"
+    return _render(figure, legend, label, " ".join(parts))
+
+
+def _left_out(entries: Sequence[RowEntry], points: Sequence[float]) -> str:
+    """Say which measured values are no points; "" for none."""
     left_out = sum(entry.incomparable is not None for entry in entries)
     if left_out:
         whose = "whose numbers are not those of the row (see the table)."
-        parts.append(f"{counted(left_out, 'run')} left out, {whose}")
-    elif not points:
-        parts.append("Nothing of this table has been measured here.")
-    return _render(
-        figure, legend, f"Published and measured: {name_of_axis}", " ".join(parts)
-    )
+        return f"{counted(left_out, 'run')} left out, {whose}"
+    return "" if points else "Nothing of this table has been measured here."
 
 
 def _losses(runs: Sequence[ReportedRun], over: Over, title: str) -> Plot:
     unit = str(runs[0].result.figures[0])
-    figure = Figure(
-        figsize=(8, 4.6 + 0.2 * ((len(runs) + 1) // 2)), layout="constrained"
-    )
+    height = 4.6 + 0.2 * ((len(runs) + 1) // 2)
+    figure = Figure(figsize=(8, height), layout="constrained")
     axes = new_axes(figure, title, OVER[over], unit)
-    curves = []
-    for index, run in enumerate(runs):
-        averages = moving_average([loss for _, loss in run.training])
-        smooth = [
-            (step, average)
-            for (step, _), average in zip(run.training, averages, strict=True)
-        ]
-        curves.append(Curve(index, run, run.along(smooth, over)))
-    legend = _draw(axes, curves, MOST_POINTS, over)
-    for index, run in enumerate(runs):
-        points = thin(run.along(run.validation, over))
-        if points:
-            axes.plot(
-                *zip(*points, strict=True),
-                color=PALETTE[index],
-                marker=MARKS[index],
-                **VALIDATION,
-            )
-            if not run.training:
-                legend.append((Line2D([], [], color=PALETTE[index]), run.full_label))
-    if any(run.validation for run in runs):
-        legend.append(
-            (Line2D([], [], color=INK, marker=MARKS[0], **VALIDATION), "validation")
-        )
-    draw_references(axes, _entropies(runs), len(runs))
-    caption = (
-        "Lines: training loss, the mean of the steps around each (a fifteenth of the run, 201 at most, fewer "
-        "towards the ends). Marks joined by dots: validation. Grey: entropy of a uniform and of a unigram "
-        "model, with an arrow where it lies outside the axis."
-    )
-    return _render(
-        figure, legend, f"{title}, {unit}", caption + THINNED.format(MOST_POINTS)
-    )
-
-
-def _draw(
-    axes: Axes, curves: Sequence[Curve], most: int, over: Over = "steps"
-) -> Legend:
-    """Draw a line for each run with points; return the legend."""
     if over == "steps":
         axes.xaxis.set_major_locator(step_ticks())
     elif over == "tokens":
         axes.xaxis.set_major_formatter(EngFormatter())
-    legend: Legend = []
-    for index, run, points in curves:
-        points = thin(points, most)
-        if points:
-            style = {
-                "color": PALETTE[index % len(PALETTE)],
-                "linestyle": DASHES[index % len(DASHES)],
-            }
-            # a curve of one point would be invisible as a line
-            marker = "." if len(points) == 1 else ""
-            (line,) = axes.plot(
-                *zip(*points, strict=True), linewidth=1.6, marker=marker, **style
-            )
-            legend.append((line, run.full_label))
-    return legend
+    legend: dict[str, Artist] = {}
+    for run, color, dashes, mark in zip(runs, PALETTE, DASHES, MARKS, strict=False):
+        steps = [step for step, _ in run.training]
+        averages = moving_average([loss for _, loss in run.training])
+        points = thin(run.along([*zip(steps, averages, strict=True)], over))
+        # a curve of one point would be invisible as a line
+        marker = "." if len(points) == 1 else ""
+        style = {"linestyle": dashes, "marker": marker, "linewidth": 1.6}
+        across = [x for x, _ in points]
+        (line,) = axes.plot(across, [y for _, y in points], color=color, **style)
+        legend[run.full_label] = line
+        validations = thin(run.along(run.validation, over))
+        if validations:
+            drawn = zip(*validations, strict=True)
+            axes.plot(*drawn, color=color, marker=mark, **VALIDATION)
+    if any(run.validation for run in runs):
+        any_mark = {"color": INK, "marker": MARKS[0], **VALIDATION}
+        legend["validation (marks)"] = Line2D([], [], **any_mark)
+    draw_references(axes, _entropies(runs))
+    caption = (
+        "Lines: training loss, the mean of the steps around each (a fifteenth of the run, 201 at most, fewer "
+        "towards the ends). Marks joined by dots: validation. Grey: entropy of a uniform and of a unigram "
+        f"model, with an arrow where it lies outside the axis. Curves of more than {MOST_POINTS} steps are "
+        "drawn as means of neighbouring steps."
+    )
+    return _render(figure, legend, f"{title}, {unit}", caption)
 
 
 def thin(points: Points, most: int = MOST_POINTS) -> Points:
     """Reduce a curve to at most `most` points by averaging neighbours."""
-    if len(points) <= most:
-        return points
     size = ceil(len(points) / most)
-    buckets = (
-        zip(*points[start : start + size], strict=True)
-        for start in range(0, len(points), size)
-    )
-    return [(mean(steps), mean(values)) for steps, values in buckets]
+    found = []
+    for start in range(0, len(points), size or 1):
+        across, up = zip(*points[start : start + size], strict=True)
+        found.append((mean(across), mean(up)))
+    return found
 
 
 def _published(entries: Sequence[RowEntry], key: str) -> dict[str, float]:
@@ -423,17 +303,14 @@ def _measured(entry: RowEntry, key: str) -> float | None:
     return value if value and value > 0 else None
 
 
-def _entropies(runs: Sequence[ReportedRun]) -> dict[tuple[str, float], list[str]]:
-    found: dict[tuple[str, float], list[str]] = {}
+def _entropies(runs: Sequence[ReportedRun]) -> list[tuple[str, float]]:
+    """Return the entropies of the runs' validation texts, each once."""
+    found = set()
     for run in runs:
         for kind, value in vars(run.result.entropies).items():
             if value is not None:
-                found.setdefault((kind, round(value, 4)), []).append(run.label)
-    return found
-
-
-def _wide(values: Sequence[float]) -> bool:
-    return bool(values) and max(values) > LOG_FROM * min(values)
+                found.add((kind, round(value, 4)))
+    return sorted(found)
 
 
 def new_axes(
@@ -451,76 +328,45 @@ def new_axes(
     return axes
 
 
-def log_axis(axes: Axes, which: str) -> None:
-    """Make the x or y axis logarithmic, with plain numbers: 0.001, 1e-05."""
-    if which == "x":
-        axes.set_xscale("log")
-    else:
-        axes.set_yscale("log")
-    axis = axes.xaxis if which == "x" else axes.yaxis
-    axis.set_major_locator(LogTicks())
-    axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+def log_axis(axes: Axes, low: float, high: float) -> None:
+    """Make the x axis logarithmic from `low` to `high`, with plain numbers: 0.001, 1e-05."""
+    axes.set_xscale("log")
+    axes.set_xlim(low, high)
+    subs = (1.0,) if high > DECADES_FROM * low else (1.0, 2.0, 5.0)
+    axes.xaxis.set_major_locator(LogLocator(subs=subs))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
-class LogTicks(Locator):
-    """Ticks of a logarithmic axis: decades; if few, also 2 and 5; if still few, any round numbers."""
+def draw_references(axes: Axes, entropies: Iterable[tuple[str, float]]) -> None:
+    """Draw and name a grey line for each (kind, nats), after the curves are drawn.
 
-    def __call__(self) -> Sequence[float]:
-        assert self.axis is not None
-        return self.tick_values(*self.axis.get_view_interval())
-
-    def tick_values(self, low: float, high: float) -> Sequence[float]:
-        found: list[float] = []
-        for locator in (
-            LogLocator(numticks=9),
-            LogLocator(subs=(1, 2, 5), numticks=9),
-            MaxNLocator(6),
-        ):
-            found = [
-                float(tick)
-                for tick in locator.tick_values(low, high)
-                if low <= tick <= high
-            ]
-            if len(found) >= LEAST_TICKS:
-                break
-        return found
-
-
-def draw_references(
-    axes: Axes, entropies: Mapping[tuple[str, float], Sequence[str]], runs: int
-) -> None:
-    """Draw and name a grey line for each (kind, nats) -> run labels, after the curves are drawn.
-
-    `runs`: number of runs in the plot; a reference of only one of them names it.
+    A line outside the axis is only named at its edge.
     """
-    values = [
-        float(y) for line in axes.get_lines() for y in np.asarray(line.get_ydata())
-    ]
-    bottom, top = (min(values), max(values)) if values else (0.0, float("inf"))
-    reach = NEAR * max(top - bottom, LEAST_RANGE)
+    bottom, top = axes.get_ylim()
     labels = []
-    for (kind, value), names in entropies.items():
-        whose = f"\n{names[0]}" if len(names) < runs and len(names) == 1 else ""
-        labels.append((value, f"{kind} {value:.3f}{whose}"))
-        if bottom - reach <= value <= top + reach:
+    for kind, value in entropies:
+        labels.append((value, f"{kind} {value:.3f}"))
+        if bottom <= value <= top:
             style = ":" if kind == "unigram" else "--"
             axes.axhline(value, color=FAINT, linestyle=style, linewidth=1.2)
     write_in_margin(axes, labels, INK, 8)
 
 
-def _render(figure: Figure, legend: Legend, label: str, caption: str) -> Plot:
-    """Render the figure as SVG, with the legend below the axes."""
+def _render(
+    figure: Figure, legend: Mapping[str, Artist], label: str, caption: str
+) -> Plot:
+    """Render the figure as SVG, with the legend (text -> handle) below the axes."""
     if legend:
         # matplotlib leaves labels out that begin with an underscore.
-        labels = [f" {text}" if text.startswith("_") else text for _, text in legend]
+        labels = [f" {text}" if text.startswith("_") else text for text in legend]
         style: dict[str, Any] = {
             "fontsize": 9,
             "frameon": False,
             "labelcolor": INK,
             "handlelength": 3,
         }
-        handles = [handle for handle, _ in legend]
+        handles = list(legend.values())
         figure.legend(handles, labels, loc="outside lower center", ncols=2, **style)
     for text in figure.findobj(Text):
         assert isinstance(text, Text)

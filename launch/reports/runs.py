@@ -47,7 +47,6 @@ class ReportedRun:
         result: for an unfinished run made from its metrics; empty where the files do not suffice.
         plan, launch: of the newest launch; None if unreadable.
         training, validation: (step, nats) of the finite losses per predicted token or example.
-        seconds: (step, wall time in seconds).
         hours: (step, hours of all steps up to it, also of those before a branch).
         scores: from scores.json, written by launch/score.py.
         pretrained: the pretraining run of a fine-tuning run's weights; None without one.
@@ -62,7 +61,6 @@ class ReportedRun:
     launch: Launch | None
     training: Points
     validation: Points
-    seconds: Points
     hours: Points
     problems: tuple[str, ...]
     scores: tuple[Score, ...] = ()
@@ -81,11 +79,6 @@ class ReportedRun:
     def full_label(self) -> str:
         """Return the label, marked if the run is tiny."""
         return self.label + (" (TINY)" if self.tiny else "")
-
-    @property
-    def readable(self) -> bool:
-        """Check that other runs can be compared with this one."""
-        return self.plan is not None and self.status != UNREADABLE
 
     @property
     def recipe(self) -> Recipe | None:
@@ -209,17 +202,12 @@ def read_run(
     figure = result.figures[0]
     training = curve(records.steps, figure)
     validation = curve(records.validations, figure)
-    seconds = [
-        (float(step.step), step.seconds)
-        for step in records.own_steps
-        if step.seconds > 0
-    ]
     passed = itertools.accumulate(step.seconds for step in records.steps)
     hours = [
         (float(step.step), at / 3600)
         for step, at in zip(records.steps, passed, strict=True)
     ]
-    points = (training, validation, seconds, hours)
+    points = (training, validation, hours)
     scores = _read(lambda: read_scores(path), problems) or ()
     before = _read(lambda: pretrained.read(path), problems)
     digest = _read(lambda: _digest(at), problems)
@@ -282,16 +270,6 @@ def _read(read: Callable[[], T], problems: list[str]) -> T | None:
     except (ValueError, OSError) as error:
         problems.append(f"{' '.join(str(error).split())}: {REMEDY}")
         return None
-
-
-def differences(first: Points, second: Points) -> Points:
-    """Return (step, absolute difference) at the common steps of two curves."""
-    one = dict(first)
-    other = dict(second)
-    return [
-        (step, abs(one[step] - other[step]))
-        for step in sorted(one.keys() & other.keys())
-    ]
 
 
 def find(arguments: Sequence[str]) -> list[Path]:

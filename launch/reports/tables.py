@@ -15,13 +15,6 @@ from recipes.schema import Published, Recipe
 from recipes.tables import FOLDER, Table, read_table
 from recipes.validation import validate
 
-# Quantity -> erratum quantities; an erratum of any makes the published number wrong.
-WRONG_BY = {
-    "tflops": {"TFLOPS", "time", "GPUs", "global batch"},
-    "samples_per_s": {"samples/s", "time", "global batch"},
-    "time_per_iteration_s": {"time", "GPUs", "global batch"},
-}
-
 
 @dataclass(frozen=True)
 class PublishedRow:
@@ -47,10 +40,6 @@ class PublishedRow:
     @property
     def published(self) -> Published | None:
         return self.recipe.published if self.recipe else None
-
-    def is_wrong(self, quantity: str) -> bool:
-        """Check whether an erratum makes the published number wrong."""
-        return any(known.quantity in WRONG_BY[quantity] for known in self.errata)
 
 
 @dataclass(frozen=True)

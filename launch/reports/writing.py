@@ -1,4 +1,4 @@
-"""Write report.md, report.csv and report.html to one directory; replace former reports only."""
+"""Write report.csv and report.html to one directory; replace former reports only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from markupsafe import Markup
 from data.durable_files import write_atomically
 from launch.console import arguments, new_output
 from launch.console.text_table import number
-from launch.reports import csvfile, markdown
+from launch.reports import csvfile
 from launch.reports.comparison import MOST_COMPARED
 from launch.reports.document import ReportDocument
 from launch.reports.runs import is_run
@@ -44,7 +44,6 @@ def page(document: ReportDocument) -> str:
         loader=FileSystemLoader(FOLDER), autoescape=True, **options
     )
     environment.filters["number"] = number
-    environment.filters["unbroken"] = unbroken
     style = Markup((FOLDER / "style.css").read_text(encoding="utf-8"))
     return environment.get_template("page.html").render(
         document=document,
@@ -54,14 +53,8 @@ def page(document: ReportDocument) -> str:
     )
 
 
-def unbroken(text: str) -> str:
-    """Replace the hyphen of exponents such as 3.9e-03 by one without a line break."""
-    return re.sub(r"(?<=\de)-(?=\d)", "\N{NON-BREAKING HYPHEN}", text)
-
-
 # File name -> (its writer, the beginning of the file, which identifies a former report).
 FORMS: dict[str, tuple[Callable[[ReportDocument], str], str]] = {
-    "report.md": (markdown.write, markdown.MARKER),
     "report.csv": (csvfile.write, ",".join(csvfile.COLUMNS[:4])),
     "report.html": (page, PAGE_BEGINNING),
 }
@@ -71,17 +64,14 @@ def default_directory(
     tables: Sequence[str], labels: Sequence[str], everything: bool
 ) -> Path:
     """Return reports/<table>, reports/<run>-and-<run>, reports/all-tables or reports/runs."""
+    named = [Path(table).stem for table in tables] or labels
+    name = "runs"
     if everything:
         name = "all-tables"
-    elif len(tables) == 1:
-        name = Path(tables[0]).stem
-    elif not tables and len(labels) <= MOST_COMPARED // 2:
-        name = "-and-".join(labels)
-    else:
-        name = "runs" if labels else "tables"
-    return Path("reports") / (
-        re.sub(r"[^A-Za-z0-9._]+", "-", name).strip("-.") or "runs"
-    )
+    elif len(named) <= MOST_COMPARED // 2:
+        name = "-and-".join(named)
+    plain = re.sub(r"[^A-Za-z0-9._]+", "-", name).strip("-.")
+    return Path("reports") / (plain or "runs")
 
 
 def check(directory: Path) -> list[str]:
@@ -102,8 +92,8 @@ def check(directory: Path) -> list[str]:
 
 
 def write(document: ReportDocument, directory: Path) -> list[Path]:
-    """Write the three files and return their paths."""
-    # All texts, before any file is replaced.
+    """Write both files and return their paths."""
+    # Both texts, before any file is replaced.
     texts = {directory / name: form(document) for name, (form, _) in FORMS.items()}
     directory.mkdir(parents=True, exist_ok=True)
     for path, text in texts.items():

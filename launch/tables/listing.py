@@ -1,12 +1,11 @@
-"""The subcommand `launch/recipe.py list`: the recipes as tables, filtered."""
+"""The subcommand `launch/recipe.py list`: the recipes as tables."""
 
 from __future__ import annotations
 
 import argparse
-import re
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,14 +19,13 @@ from launch.tables import evidence
 from launch.tables.scores import scores
 from modeling import cost
 from recipes import catalog, files
-from recipes.families import FAMILIES, MASKED_LOSS
+from recipes.families import MASKED_LOSS
 from recipes.problems import Problem, ProblemsError, RecipeError, counted, did_you_mean
 from recipes.schema import Published, Recipe
 from recipes.tables import Table, read_table
 
 HERE = "this machine"
-FILTERS = "--table, --family, --gpus, --hardware, --published, --oom, --fits"
-RULES = (("--all", FILTERS, "what they leave is never folded"),)
+RULES = (("--all", "--fits", "what fits is never folded"),)
 DEFAULT_TABLE = catalog.DEFAULT_RECIPE.partition("/")[0]
 MEASURED = {  # of a row, as its line says them
     "time_per_iteration_s": "{:g} s",
@@ -94,7 +92,7 @@ class ListedRecipe:
 
 def add_parser(commands: Any) -> None:
     """Add the subcommand `list` to the subparsers of launch/recipe.py."""
-    about = "List the recipes, filtered; every filter narrows the list."
+    about = "List the recipes, or those that fit a machine."
     parser = arguments.subcommand(
         commands, "list", "which recipes there are", about, rules=RULES
     )
@@ -102,14 +100,6 @@ def add_parser(commands: Any) -> None:
     own = "only this table, or that of your own file.yaml; repeatable"
     add("tables", nargs="*", metavar="TABLE", help=own)
     add("--all", action="store_true", help="show every row of the published tables too")
-    add("--table", action="append", default=[], metavar="NAME", help="the same")
-    add("--family", choices=tuple(FAMILIES), help="only this family")
-    gpus = "only rows that print so many GPUs, or run so many processes, e.g. 16, 1-8 or 64-"
-    add("--gpus", metavar="N|A-B", type=_range, help=gpus)
-    hardware = "only rows whose hardware has this text, e.g. dgx-2, 'jean zay' or a100"
-    add("--hardware", metavar="TEXT", help=hardware)
-    add("--published", action="store_true", help="only rows of published tables")
-    add("--oom", action="store_true", help="only rows that ran out of memory")
     states = "only rows that fit this machine, or a NODE of plan.py such as 4xv100-32, by the planner's memory"
     fits = f"{states}, activations included, as published or with fewer data-parallel ranks"
     add("--fits", nargs="?", const=HERE, metavar="NODE", help=fits)
@@ -117,18 +107,9 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    tables = [*args.tables, *args.table]
-    rows = select(catalog_rows(tables), args)
+    rows = catalog_rows(args.tables)
     folded = list[ListedRecipe]()
-    filters = (
-        args.family,
-        args.gpus,
-        args.hardware,
-        args.published,
-        args.oom,
-        args.fits,
-    )
-    if not (tables or args.all or any(filters)):
+    if not (args.tables or args.all or args.fits):
         folded = [row for row in rows if row.table.published]
         rows = [row for row in rows if not row.table.published]
     # First what runs at once, without a download, and of that the default.
@@ -189,14 +170,12 @@ def catalog_rows(tables: Sequence[str]) -> list[ListedRecipe]:
             chosen[name] = known[name]
         elif name.endswith((".yaml", ".yml")):
             try:
-                chosen[name] = read_table(files.path_of(name, "--table"))
+                chosen[name] = read_table(files.path_of(name, "TABLE"))
             except ProblemsError as error:
                 problems += error.problems
         else:
             fix = did_you_mean(name, known)
-            problems.append(
-                Problem("--table", f"--table {name[:100]}", "no such table", fix)
-            )
+            problems.append(Problem("TABLE", name[:100], "no such table", fix))
     for name, table in chosen.items():
         for row in table.rows:
             try:
@@ -210,31 +189,6 @@ def catalog_rows(tables: Sequence[str]) -> list[ListedRecipe]:
     return rows
 
 
-def select(
-    rows: Sequence[ListedRecipe], args: argparse.Namespace
-) -> list[ListedRecipe]:
-    """Return the rows that pass all filters."""
-    least, most = args.gpus or (0, 0)
-    wanted = _letters(args.hardware)
-
-    def passes(row: ListedRecipe) -> Iterator[bool]:
-        recipe = row.recipe
-        yield not args.family or recipe.model.family == args.family
-        yield not args.gpus or any(
-            least <= count <= most for count in (row.gpus, row.processes) if count
-        )
-        named = "" if recipe.hardware is None else _letters(recipe.hardware)
-        yield args.hardware is None or (wanted != "" and wanted in named)
-        yield not args.published or row.table.published
-        yield not args.oom or (recipe.published is not None and recipe.published.oom)
-
-    return [row for row in rows if all(passes(row))]
-
-
-def _letters(name: object) -> str:
-    return re.sub(r"[^a-z0-9]+", "", str(name).lower())
-
-
 def _filled(rows: Sequence[ListedRecipe]) -> list[str]:
     """Return the columns with a cell that is not empty."""
     filled = []
@@ -242,13 +196,6 @@ def _filled(rows: Sequence[ListedRecipe]) -> list[str]:
         if any(row.cells[key] for row in rows):
             filled.append(key)
     return filled
-
-
-def _cells(rows: Sequence[ListedRecipe], columns: Sequence[str]) -> list[list[str]]:
-    cells = []
-    for row in rows:
-        cells.append([row.cells[key] for key in columns])
-    return cells
 
 
 def as_text(
@@ -259,34 +206,17 @@ def as_text(
 ) -> str:
     """Describe the rows in a block per table, with a legend. `memory`: of the node of --fits."""
     if not rows:
-        return "no recipe is left by these filters" + (
-            f" ({node}: {memory})" if memory else ""
-        )
-    headings = _filled(rows)
-    whole = text_table.table([headings, *_cells(rows, headings)])
-    heading, *aligned = (f"  {line.rstrip()}" for line in whole.splitlines())
-    fits = width is None or max(map(len, (heading, *aligned))) <= width
+        return f"no recipe fits {node}: {memory}" if memory else "no recipe"
     blocks = []
     for name in dict.fromkeys(row.source for row in rows):
         own = [row for row in rows if row.source == name]
-        block = [
-            heading,
-            *(
-                line
-                for row, line in zip(rows, aligned, strict=True)
-                if row.source == name
-            ),
-        ]
-        if not fits:
-            named = _filled(own)
-            narrow = text_table.table(
-                _cells(own, named), named, width=width and width - 2
-            )
-            block = [textwrap.indent(narrow, "  ")]
+        named = _filled(own)
+        cells = [[row.cells[key] for key in named] for row in own]
+        lines = text_table.table(cells, named, width=width and width - 2)
         table = own[0].table
         others = evidence.read(table).others.values()
         left = [f"  no recipe: {each.published.row}: {each.why}" for each in others]
-        blocks.append([f"{name}: {table.title}", *block, *left])
+        blocks.append([f"{name}: {table.title}", textwrap.indent(lines, "  "), *left])
     notes = [
         f"{counted(len(rows), 'recipe')}; recipe.py show TABLE/ROW tells all of one"
     ]
@@ -327,15 +257,3 @@ def short_count(number: int) -> str:
         if number >= size:
             return f"{number / size:.3g}{letter}"
     return f"{number:,}"
-
-
-def _range(text: str) -> tuple[int, float]:
-    rule = "give a number of processes or a range, e.g. 16, 1-8 or 64-"
-    match = re.fullmatch(r"(\d+)(-(\d*))?", text)
-    if match:
-        first = int(match[1])
-        last = first if not match[2] else float(match[3] or "inf")
-        if last >= max(first, 1):
-            return first, last
-        rule = "no number lies in it: give the smaller one first, from 1, e.g. 8-16"
-    raise argparse.ArgumentTypeError(f"{text!r}: {rule}")

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterator
 from typing import Any
 
-from ds_configs.findings import ConfigError
+from ds_configs.findings import ConfigError, lookup
 from ds_configs.plan import Plan
 from launch.console import arguments, launch_lines, terminal
 from launch.console.launch_lines import SCRIPT, deepspeed, quoted
 from launch.console.text_table import aligned
 from launch.planning import memory_fit
 from launch.planning.resolved_plans import processes, published_plan
-from launch.records.deviations import not_comparable
 from launch.records.plan_text import Surroundings, describe_plan
 from launch.tables import evidence
 from launch.tables.scores import score_lines
@@ -31,9 +28,6 @@ COUNTED = {
     "formula": "by Jean Zay's formula with the printed size",
     "exact": "by exact count, which is NVIDIA's",
 }
-CHANGED = (
-    "changed by --set or --tiny, so that what is known of the row's value does not hold"
-)
 ABOUT = """\
 Show one recipe: everything resolved, what was published, inferred or unknown,
 and how to launch it."""
@@ -47,9 +41,6 @@ def add_parser(commands: Any) -> None:
     name = "a row of recipes/, or of your own YAML file as file.yaml/row"
     add = parser.add_argument
     add("recipe", metavar="TABLE/ROW", help=name)
-    override = "override one field, as in pretrain.py; repeatable"
-    add("--set", action="append", default=[], metavar="KEY=VALUE", help=override)
-    add("--tiny", action="store_true", help="the recipe as --tiny shrinks it")
     form = parser.add_mutually_exclusive_group().add_argument
     as_yaml = "the recipe as YAML, every value written out, and nothing else"
     form("--yaml", action="store_true", help=as_yaml)
@@ -60,135 +51,88 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the recipe and return the exit code; 2: it cannot be run as it is."""
-    shown = ShownRecipe(args.recipe, args.tiny, args.set)
+    table, row = catalog.find(args.recipe)
+    recipe = catalog.load(args.recipe)
     if args.yaml:
-        print(catalog.dump(shown.recipe), end="")
+        print(catalog.dump(recipe), end="")
         return 0
     if args.ds_json:
-        print(json.dumps(shown.resolved().ds, indent=2))
+        print(json.dumps(resolved(recipe).ds, indent=2))
         return 0
-    plan: Plan | ConfigError
+    width = terminal.columns()
+    launch = list[str]()
+    code = 0
     try:
-        plan = shown.resolved()
+        plan = resolved(recipe)
+        memory = memory_fit.describe(plan)
+        hardware = str(recipe.hardware or "any")
+        around = Surroundings(hardware, memory=memory, more=_derived(plan))
+        described = [describe_plan(plan, f"{table.name}/{row}", around, width)]
+        for line in launch_lines_of(args.recipe, recipe):
+            launch.append(terminal.command(f"  {line}", width, hang=4))
     except ConfigError as error:
-        plan = error
-    print(shown.describe(plan, terminal.columns()))
-    return 2 if isinstance(plan, ConfigError) else 0
+        described = [f"  cannot be run as it is: {line}" for line in error.problems]
+        code = 2
+    sections = {
+        f"{table.name}/{row}": _indented(recipe.title, f"{table.title}.", table.note),
+        "resolved": described,
+        "published": _published(recipe.published, table, width),
+        "not printed by the table: where it comes from": _reasons(recipe, "inferred"),
+        "not as the source ran it": _reasons(recipe, "differs"),
+        "given by no source: what stands in": _reasons(recipe, "unknown"),
+        "notes": _indented(recipe.note),
+        "errata": _indented(*map(str, evidence.read(table).errata_of(row))),
+        "launch": launch,
+    }
+    blocks = ("\n".join([title, *lines]) for title, lines in sections.items() if lines)
+    print(terminal.wrapped("\n\n".join(blocks), width))
+    return code
 
 
-@dataclass(frozen=True)
-class ShownRecipe:
-    """A recipe named by the user; `settings`: changes by --set."""
+def resolved(recipe: Recipe) -> Plan:
+    """Resolve the plan on the row's hardware, whose GPUs decide an open dp. Raises ConfigError."""
+    gpus = None
+    if recipe.hardware and recipe.parallel.dp is None:
+        gpus = recipe.hardware.gpus
+    return published_plan(recipe, gpus)
 
-    name: str
-    tiny: bool = False
-    settings: Sequence[str] = ()
 
-    @cached_property
-    def recipe(self) -> Recipe:
-        return catalog.load(self.name, self.settings, tiny=self.tiny)
+def launch_lines_of(name: str, recipe: Recipe) -> list[str]:
+    """Return command lines for the row's hardware and for any machine."""
+    words = launch_lines.arguments(name, recipe.ds_config, ())
+    script = f"{SCRIPT} {quoted(words)}"
+    where, launcher = _launcher(recipe)
+    lines = [f"# on {where}", f"{launcher} {script}"]
+    try:
+        shrunk = catalog.load(name, tiny=True)
+        published_plan(shrunk)
+    # what the smaller model cannot have
+    except (RecipeError, ConfigError) as error:
+        problems = [f"#   {problem}" for problem in error.problems]
+        return [*lines, "# cannot be shrunk:", *problems]
+    small = f"{deepspeed(1, processes(shrunk))} {script} --tiny"
+    return [*lines, "# shrunk, on any machine, with the same code path", small]
 
-    @cached_property
-    def original(self) -> Recipe | None:
-        """The row without --set and --tiny; None: it is no recipe without them."""
-        try:
-            return (
-                catalog.load(self.name) if self.tiny or self.settings else self.recipe
-            )
-        except RecipeError:
-            return None
 
-    def resolved(self) -> Plan:
-        """Resolve the plan on the row's hardware, whose GPUs decide an open dp. Raises ConfigError."""
-        hardware = self.recipe.hardware
-        gpus = None
-        if hardware and self.recipe.parallel.dp is None and not self.tiny:
-            gpus = hardware.gpus
-        return published_plan(self.recipe, gpus)
+def _derived(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield sizes, and the published time in TFLOPS."""
+    published = plan.recipe.published
+    yield from _padded_size(plan)
+    if published and published.time_per_iteration_s:
+        yield "TFLOPS", _tflops(plan)
+    elif published and published.tflops:
+        count = COUNTED[published.tflops_by]
+        yield "TFLOPS", f"{published.tflops:g} printed, without a time; {count}"
 
-    def describe(self, plan: Plan | ConfigError, width: int | None = None) -> str:
-        """Describe the recipe in sections, in lines of `width` columns."""
-        recipe, (table, row) = self.recipe, catalog.find(self.name)
-        name = f"{table.name}/{row}"
-        launch = list[str]()
-        if isinstance(plan, ConfigError):
-            resolved = [f"  cannot be run as it is: {line}" for line in plan.problems]
-        else:
-            hardware = str(recipe.hardware or "any")
-            memory = memory_fit.describe(plan)
-            around = Surroundings(hardware, memory=memory, more=self._derived(plan))
-            resolved = [describe_plan(plan, name, around, width)]
-            launch = [
-                terminal.command(f"  {line}", width, hang=4)
-                for line in self.launch_lines()
-            ]
-        explained = {**recipe.inferred, **recipe.differs, **recipe.unknown}
-        changed = [key for key in explained if not self._is_own(key)]
-        sections = {
-            name: _indented(recipe.title, f"{table.title}.", table.note),
-            "resolved": resolved,
-            "published": _published(recipe.published, table, width),
-            "not printed by the table: where it comes from": self._reasons(
-                recipe.inferred
-            ),
-            "not as the source ran it": self._reasons(recipe.differs),
-            "given by no source: what stands in": self._reasons(recipe.unknown),
-            CHANGED: _indented(", ".join(changed)),
-            "notes": _indented(recipe.note),
-            "errata": _indented(*map(str, evidence.read(table).errata_of(row))),
-            "launch": launch,
-        }
-        blocks = (
-            "\n".join([title, *lines]) for title, lines in sections.items() if lines
-        )
-        return terminal.wrapped("\n\n".join(blocks), width)
 
-    def _derived(self, plan: Plan) -> Iterator[tuple[str, str]]:
-        """Yield sizes, and the published time in TFLOPS if the work is the row's."""
-        published = self.recipe.published
-        yield from _padded_size(plan)
-        if published and published.time_per_iteration_s:
-            other = not_comparable(self.original, plan, tiny=self.tiny)
-            none = f"none: the published {published.time_per_iteration_s:g} s are of something else: {other}"
-            yield "TFLOPS", none if other else _tflops(plan)
-        elif published and published.tflops:
-            yield (
-                "TFLOPS",
-                f"{published.tflops:g} printed, without a time; {COUNTED[published.tflops_by]}",
-            )
-
-    def _reasons(self, reasons: Mapping[str, str]) -> list[str]:
-        """Return the reasons of keys with the row's own value."""
-        lines: list[str] = []
-        for key in filter(self._is_own, reasons):
-            value = _value(self.recipe, key)
-            head = key if isinstance(value, dict | list | None) else f"{key} = {value}"
-            lines += _indented(f"{head}: {reasons[key]}")
-        return lines
-
-    def _is_own(self, key: str) -> bool:
-        """Check whether a dotted key has the row's own value."""
-        return self.original is not None and _value(self.recipe, key) == _value(
-            self.original, key
-        )
-
-    def launch_lines(self) -> list[str]:
-        """Return command lines for the row's hardware and for any machine."""
-        script = f"{SCRIPT} {quoted(launch_lines.arguments(self.name, self.recipe.ds_config, self.settings))}"
-        lines = list[str]()
-        shrunk = self.recipe
-        if not self.tiny:
-            where, launcher = _launcher(self.recipe)
-            lines = [f"# on {where}", f"{launcher} {script}"]
-            try:
-                shrunk = catalog.load(self.name, self.settings, tiny=True)
-                published_plan(shrunk)
-            # a setting that the smaller model cannot have
-            except (RecipeError, ConfigError) as error:
-                problems = [f"#   {problem}" for problem in error.problems]
-                return [*lines, "# cannot be shrunk with these settings:", *problems]
-        small = f"{deepspeed(1, processes(shrunk))} {script} --tiny"
-        return [*lines, "# shrunk, on any machine, with the same code path", small]
+def _reasons(recipe: Recipe, kind: str) -> list[str]:
+    """Return the reasons of a kind, each with its key and the key's value."""
+    lines: list[str] = []
+    for key, reason in getattr(recipe, kind).items():
+        value = lookup(recipe.as_data(), key)
+        head = key if isinstance(value, dict | list | None) else f"{key} = {value}"
+        lines += _indented(f"{head}: {reason}")
+    return lines
 
 
 def _padded_size(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -256,14 +200,6 @@ def _published(
     more += [("date", published.date), ("source", published.source)]
     printed += [(name, str(value)) for name, value in more if value]
     return [aligned(printed, indent=2, width=width)]
-
-
-def _value(recipe: Recipe, key: str) -> Any:
-    """Return the value of a dotted key as plain data."""
-    value: Any = recipe.as_data()
-    for part in key.split("."):
-        value = (value or {}).get(part)
-    return value
 
 
 def _launcher(recipe: Recipe) -> tuple[str, str]:

@@ -316,7 +316,6 @@ APART = {
     "show_data --summary --split test": "--summary with --split",
     "show_data --summary 9 --hashes 1": "--summary with --hashes",
     "show_data --step 2 --split test": "--step with --split test",
-    "show_data --workers 2": "--workers without --hashes",
     "generate x --prompt a --file b": "--prompt with --file",
     "generate x --prompt a --greedy --seed 4": "--greedy with --seed",
     "prepare_data --out o --tokenizer gpt2 --revision x": "--revision without --source hub",

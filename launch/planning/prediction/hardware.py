@@ -38,8 +38,6 @@ class Gpu(Strict):
     name: str
     """in the catalogue"""
     title: str
-    torch_names: list[str] = Field(default_factory=list)
-    """what torch.cuda.get_device_name says of it"""
     memory_gib: PositiveFloat
     """as the driver reports it to torch"""
     context_gib: float = Field(default=1.5, ge=0)
@@ -153,31 +151,6 @@ def find(name: str, flag: str = "--hardware") -> Node:
     if name in known.nodes:
         return _node(name, known.nodes, known.gpus, f"of the catalogue ({SHOWN})")
     return _of_gpus(*typed_hardware.read(name, known.gpus, known.nodes, flag))
-
-
-def gpu_named(name: str) -> str | None:
-    """Return the catalogue's key of a GPU by torch's name for it; None: not in the catalogue."""
-    return next(
-        (
-            key
-            for key, gpu in catalogue().gpus.items()
-            if name in gpu.get("torch_names", ())
-        ),
-        None,
-    )
-
-
-def catalogue_node(accelerator: str, count: int) -> Node | None:
-    """Return the smallest node with at least `count` such GPUs (torch's name); None: there is none."""
-    gpu = gpu_named(accelerator)
-    nodes = [
-        find(name) for name, form in catalogue().nodes.items() if form["gpu"] == gpu
-    ]
-    return min(
-        (node for node in nodes if node.gpus >= count),
-        key=lambda node: node.gpus,
-        default=None,
-    )
 
 
 def names() -> list[str]:

@@ -14,15 +14,16 @@ from reported import Page, make_run, plots, read_of, step
 from launch import report
 from launch.reports.comparison import result_rows
 from launch.reports.entries import COLUMNS
-from launch.reports.plots import MOST_POINTS, PALETTE, draw_references, losses, new_axes, of_comparison, thin
+from launch.reports.plots import MOST_POINTS, PALETTE, draw_references, losses, new_axes, thin
 
 
 def test_references_far_from_the_curves_take_nothing_of_the_axis():
-    for entropy, label, top in ((10.8, "uniform 10.800 ↑", 4.2), (4.2, "uniform 4.200", 4.4)):
+    for entropy, label, lines in ((10.8, "uniform 10.800 ↑", 1), (3.9, "uniform 3.900", 2)):
         axes = new_axes(Figure(figsize=(4, 3), layout="constrained"), "", "", "")
         axes.plot([1, 2], [4.0, 3.5])
-        draw_references(axes, {("uniform", entropy): ["a"]}, 1)
-        assert axes.get_ylim()[1] < top and [text.get_text() for text in axes.texts] == [label]
+        draw_references(axes, [("uniform", entropy)])
+        assert axes.get_ylim()[1] < 4.1 and [text.get_text() for text in axes.texts] == [label]
+        assert len(axes.lines) == lines
 
 
 def test_curves_that_coincide_are_told_apart_and_validations_named(tables, tmp_path):
@@ -40,7 +41,7 @@ def test_curves_that_coincide_are_told_apart_and_validations_named(tables, tmp_p
         PALETTE[0] in style and "dasharray" not in style and "stroke-width: 1.6" in style for style in styles
     )
     labels = [label.text for label in plot.iter("{http://www.w3.org/2000/svg}text")]
-    assert "validation" in labels and "joined by dots" in figure.caption
+    assert "validation (marks)" in labels and "joined by dots" in figure.caption
 
 
 def test_losses_of_other_units_are_in_other_figures(tables, tmp_path):
@@ -61,19 +62,19 @@ def test_the_step_axis_has_whole_numbers(tables, tmp_path):
     run = read_of(
         make_run(tmp_path / "r", tables, "widgets/fast", records=[step(1), step(2), step(3)]), tables
     )
-    for figure in (*losses([run]), *of_comparison([run])):
-        plot = ElementTree.fromstring(figure.svg)
-        (axis,) = [
-            group
-            for group in plot.iter("{http://www.w3.org/2000/svg}g")
-            if group.get("id", "").endswith("matplotlib.axis_1")
-        ]
-        ticks = [
-            label.text
-            for label in axis.iter("{http://www.w3.org/2000/svg}text")
-            if label.text != "optimizer step"
-        ]
-        assert ticks and all(re.fullmatch(r"\d+", tick) for tick in ticks), ticks
+    (figure,) = losses([run])
+    plot = ElementTree.fromstring(figure.svg)
+    (axis,) = [
+        group
+        for group in plot.iter("{http://www.w3.org/2000/svg}g")
+        if group.get("id", "").endswith("matplotlib.axis_1")
+    ]
+    ticks = [
+        label.text
+        for label in axis.iter("{http://www.w3.org/2000/svg}text")
+        if label.text != "optimizer step"
+    ]
+    assert ticks and all(re.fullmatch(r"\d+", tick) for tick in ticks), ticks
 
 
 def test_thousands_of_steps_stay_a_small_page(tables, tmp_path):
@@ -114,13 +115,10 @@ def test_a_comparison_on_the_page(tables, tmp_path, capsys):
     assert "What differs in how they were made" in text
     drawn = [[label.text for label in plot.iter("{http://www.w3.org/2000/svg}text")] for plot in plots(html)]
     assert any({" _a", "b$x$"} <= set(labels) for labels in drawn)
-    assert any("absolute difference (nats per token)" in labels for labels in drawn)
-    assert any("Time per step" in labels for labels in drawn)
     assert "first differ by more than rounding (3.9e-03 of the loss)" in capsys.readouterr().out
 
 
 def test_losses_that_cannot_be_compared_are_not_in_one_figure(tables, tmp_path):
-    """Nor is their difference drawn; their time per step is."""
     run = read_of(make_run(tmp_path / "a", tables, "widgets/fast"), tables, "mine")
     same = read_of(make_run(tmp_path / "b", tables, "widgets/fast"), tables, "same")
     elsewhere = run.recipe.model_copy(update={"data": run.recipe.data.model_copy(update={"name": "x"})})
@@ -128,13 +126,6 @@ def test_losses_that_cannot_be_compared_are_not_in_one_figure(tables, tmp_path):
     mixed = [run, other, same]
     held = [[name for name in ("mine", "other", "same") if f">{name}<" in f.svg] for f in losses(mixed)]
     assert held == [["mine", "same"], ["other"]]
-    *_, times = of_comparison(mixed)
-    assert all(f">{name}<" in times.svg for name in ("mine", "other", "same"))
-    drawn = of_comparison([run, other])
-    assert [plot.label for plot in drawn] == [
-        *[plot.label for plot in losses(mixed[:2], title="Losses")],
-        "Time per step",
-    ]
 
 
 def test_curves_over_tokens_and_hours(tables, tmp_path):

@@ -36,11 +36,11 @@ def test_only_former_reports_are_replaced(tables, tmp_path, capsys):
     assert "replaced" not in capsys.readouterr().out
     assert report.main(["--table", "quiet", "--out", str(tmp_path)], tables) == 0
     assert "replaced" in capsys.readouterr().out
-    (tmp_path / "report.md").write_text("my own notes")
+    (tmp_path / "report.csv").write_text("my own notes")
     before = (tmp_path / "report.html").read_bytes()
     assert report.main(["--table", "quiet", "--out", str(tmp_path)], tables) == 2
-    assert "report.md" in capsys.readouterr().err
-    assert (tmp_path / "report.md").read_text() == "my own notes" and (
+    assert "report.csv" in capsys.readouterr().err
+    assert (tmp_path / "report.csv").read_text() == "my own notes" and (
         tmp_path / "report.html"
     ).read_bytes() == before
     assert (tmp_path / "notes.txt").read_text() == "mine"

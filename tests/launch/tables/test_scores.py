@@ -61,7 +61,7 @@ def test_scores_are_written_as_people_write_them():
 
 
 def test_list_has_the_scores_and_the_models_that_are_none(capsys, monkeypatch):
-    text = output(capsys, monkeypatch, "list", "--table", "a100_blog_table2")
+    text = output(capsys, monkeypatch, "list", "a100_blog_table2")
     assert "MNLI m/mm 91.4/91.4, QQP 92.7, SQuAD 1.1 F1/EM 95.5/90" in text
     assert text.count("no recipe: ") == 3 and "ALBERT | 3 |" in text and "narrower than its layers" in text
 
@@ -78,8 +78,7 @@ def test_the_report_has_every_line_of_the_source(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["report.py", "--table", "a100_blog_table2", "--out", str(out)])
     assert report_command.main() == 0
     capsys.readouterr()
-    markdown = (out / "report.md").read_text()
-    assert "**Of all rows**" in markdown and "*no recipe*: its embedding is narrower" in markdown
+    assert "<dt>no recipe</dt><dd>its embedding is narrower" in (out / "report.html").read_text()
     lines: dict[str, dict] = {}
     for line in csv.DictReader((out / "report.csv").open(newline="")):
         lines.setdefault(line["recipe"], line)  # the row's own; those of its fine-tunings follow

@@ -90,15 +90,6 @@ def test_an_unknown_node_is_answered_with_near_ones():
         hardware.find("v100-32-8")
 
 
-@pytest.mark.parametrize(("named", "count", "node"), [
-    ("NVIDIA H200", 1, "h200x8"), ("NVIDIA A100-SXM4-40GB", 4, "a100-40x4"),
-    ("NVIDIA A100-SXM4-40GB", 8, "a100-40x8"), ("NVIDIA H200", 9, None), ("Abacus 9", 1, None),
-])  # fmt: skip
-def test_a_gpu_is_recognised_by_the_name_that_torch_gives_it(named, count, node):
-    found = hardware.catalogue_node(named, count)
-    assert (found and found.name) == node
-
-
 def test_a_file_without_a_node_is_told_the_form(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text(OWN)
