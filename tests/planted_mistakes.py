@@ -263,7 +263,7 @@ MISTAKES = (
     Mistake("Muon's momentum", "launch/deepspeed_fixes/muon.py",
             "lerp_(gradient, 1 - momentum)", "lerp_(gradient, momentum)", MUON),
     Mistake("Muon without Nesterov", "launch/deepspeed_fixes/muon.py",
-            "gradient.lerp(average, momentum)", "average", MUON),
+            "gradient.lerp_(average, momentum)", "average", MUON),
     Mistake("Adam's share of Muon's rate", "launch/deepspeed_fixes/muon.py",
             'share = adam_lr / numbers["lr"]', 'share = numbers["lr"] / adam_lr', MUON),
     Mistake("QKV orthogonalised as one", "launch/deepspeed_fixes/muon.py",

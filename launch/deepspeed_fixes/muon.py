@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from launch.deepspeed_fixes.short_steps import Fragment
+from modeling import cost
 from modeling.cost.parameter_count import is_hidden_matrix
 from modeling.initialization import canonical_name, shard_of
 from modeling.parallel.process_grid import Group, ProcessGrid
@@ -46,7 +47,8 @@ class Muon(torch.optim.AdamW):
     orthogonalised as a whole matrix, queries, keys and values each for themselves, and added times the rate
     and the factor of `adjusted`; before, weights decay by rate x weight_decay. States: exp_avg of a matrix,
     which is M; torch's of the others. Steps are collective over the data- and tensor-parallel ranks of a
-    pipeline stage, each of which orthogonalises a share of its matrices.
+    pipeline stage, each of which orthogonalises a share of its matrices, in rounds that bound the memory. A
+    step leaves the direction in the place of the gradient.
     """
 
     def __init__(
@@ -86,7 +88,7 @@ class Muon(torch.optim.AdamW):
         # Whoever clips divides the gradients themselves, which both steps read.
         self.defaults["fused"] = False
         self._fragments: dict[int, tuple[Fragment, ...]] = {}
-        self._divisions: dict[tuple[int, ...], _Division] = {}
+        self._rounds: dict[tuple[int, ...], list[_Division]] = {}
 
     def locate(self, partitions: Iterable[Any]) -> None:
         """Take note of what each buffer of master weights holds, once the engine is built.
@@ -113,29 +115,29 @@ class Muon(torch.optim.AdamW):
         if not masters:
             return
         key = tuple(map(id, masters))
-        if key not in self._divisions:
-            self._divisions[key] = self._divide(masters)
-        division = self._divisions[key]
-        flat = [self._direction(master, group["momentum"]) for master in masters]
-        updates = division.orthogonalised(flat)
+        if key not in self._rounds:
+            self._rounds[key] = self._divide(masters)
+        directions = [self._direction(master, group["momentum"]) for master in masters]
         for master in masters:
             master.mul_(1 - group["lr"] * group["weight_decay"])
-        for matrix, update in zip(division.matrices, updates, strict=True):
-            rate = group["lr"] * adjusted(self.adjust_lr, *matrix.parts)
-            matrix.within(masters).add_(update, alpha=-rate)
+        for division in self._rounds[key]:
+            updates = division.orthogonalised(directions)
+            for matrix, update in zip(division.matrices, updates, strict=True):
+                rate = group["lr"] * adjusted(self.adjust_lr, *matrix.parts)
+                matrix.within(masters).add_(update, alpha=-rate)
 
     def _direction(self, master: Tensor, momentum: float) -> Tensor:
-        """Bring the momentum up to date; return Nesterov's direction, flat."""
+        """Bring the momentum up to date; turn the gradient into Nesterov's direction."""
         gradient = master.grad
         assert gradient is not None
         state = self.state[master]
         if not state:
             state["exp_avg"] = torch.zeros_like(master)
         average = state["exp_avg"].lerp_(gradient, 1 - momentum)
-        return gradient.lerp(average, momentum).to(self.dtype).view(-1)
+        return gradient.lerp_(average, momentum)
 
-    def _divide(self, masters: Sequence[Tensor]) -> _Division:
-        """Give the matrices of these buffers to the ranks of this pipeline stage. Collective."""
+    def _divide(self, masters: Sequence[Tensor]) -> list[_Division]:
+        """Give the matrices of these buffers to the ranks of this pipeline stage, in rounds. Collective."""
         located = {}
         for number, master in enumerate(masters):
             for parameter, _, offset, elements in self._fragments[id(master)]:
@@ -150,12 +152,28 @@ class Muon(torch.optim.AdamW):
         if self.grid.dp > 1:
             table = [torch.empty_like(own) for _ in range(self.grid.dp)]
             dist.all_gather(table, own, group=self.grid.data_group)
+        held = torch.stack(table).cpu()
+        here = held.sum(0) > 0
         # Under ZeRO-3 other buffers hold the other matrices.
-        here = torch.stack(table).sum(0) > 0
-        held = [counts[here].tolist() for counts in table]
-        kept = [matrices[number] for number in here.nonzero()[:, 0].tolist()]
+        held = held[:, here]
+        matrices = list(itertools.compress(matrices, here))
+        tp = self.grid.tp
+        ranks = self.grid.dp * tp
+        owners = share_out([each.operations for each in matrices], ranks)
+        loads = held.clone()
+        for item, matrix in enumerate(matrices):
+            loads[owners[item] // tp, item] += matrix.local_size
+        # A single rank exchanges nothing.
+        most = cost.MUON_AT_ONCE if ranks > 1 else 0
         nothing = torch.empty(0, dtype=self.dtype, device=own.device)
-        return _Division(self.grid, kept, held, nothing)
+        rounds = []
+        for items in in_rounds(loads, most):
+            of_round = [matrices[item] for item in items]
+            their_owners = [owners[item] for item in items]
+            pieces = held[:, items].tolist()
+            division = _Division(self.grid, of_round, their_owners, pieces, nothing)
+            rounds.append(division)
+        return rounds
 
 
 def adjusted(rule: str, rows: int, columns: int) -> float:
@@ -234,7 +252,7 @@ class _Matrix:
     def joined(self, slices: Sequence[Tensor]) -> Tensor:
         """Return the whole matrix of the flat slices of all tensor-parallel ranks."""
         views = [each.view(self.local_shape) for each in slices if each.numel()]
-        return torch.cat(views, dim=self.cut or 0)
+        return views[0] if len(views) == 1 else torch.cat(views, dim=self.cut or 0)
 
     def slices(self, matrix: Tensor, ranks: int) -> Sequence[Tensor]:
         """Return the slice of each tensor-parallel rank."""
@@ -253,22 +271,25 @@ class _Matrix:
 
 
 class _Division:
-    """The work of one step on some buffers, divided over the ranks of a pipeline stage."""
+    """A round of a step on some buffers, divided over the ranks of a pipeline stage."""
 
     def __init__(
         self,
         grid: ProcessGrid,
         matrices: Sequence[_Matrix],
+        owners: Sequence[int],
         held: Sequence[Sequence[int]],
         nothing: Tensor,
     ) -> None:
-        """`held`: of each data-parallel rank, elements of the slice of each matrix.
+        """Take note of a round.
 
-        `nothing`: an empty tensor of the type and on the device of the exchange.
+        Args:
+            owners: of each matrix, the rank of this stage that orthogonalises it.
+            held: of each data-parallel rank, elements of the slice of each matrix.
+            nothing: an empty tensor of the type and on the device of the exchange.
         """
         self.matrices = matrices
         self.ranks = grid.tp
-        owners = share_out([each.operations for each in matrices], grid.dp * grid.tp)
         of_data = [owner // grid.tp for owner in owners]
         whole = []
         for number, owner in enumerate(of_data):
@@ -285,22 +306,30 @@ class _Division:
 
     def orthogonalised(self, buffers: Sequence[Tensor]) -> list[Tensor]:
         """Return this rank's pieces of the orthogonalised matrices in flat `buffers`. Collective."""
-        own = [each.within(buffers) for each in self.matrices]
-        collected = self.over_data.collect(own)
+        updates = self._updates(buffers)
+        slices = self.over_tensor.give_back(updates)
+        del updates
+        pieces: list[Sequence[Tensor]] = []
+        for number, slice_ in zip(self.over_data.own, slices, strict=True):
+            counts = [held[number] for held in self.over_data.held]
+            # Under ZeRO-0 every rank holds the whole slice.
+            copied = sum(counts) > len(slice_)
+            pieces.append([slice_] * len(counts) if copied else slice_.split(counts))
+        return self.over_data.give_back(pieces)
+
+    def _updates(self, buffers: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+        """Return the slices of the matrices that this rank orthogonalises. Collective."""
+        dtype = self.over_data.nothing.dtype
+        collected = self.over_data.collect(
+            [each.within(buffers).to(dtype) for each in self.matrices]
+        )
         slices = self.over_tensor.collect([torch.cat(each) for each in collected])
         updates = []
         for number, parts in zip(self.over_tensor.own, slices, strict=True):
             matrix = self.gathered[number]
             update = matrix.orthogonalised(matrix.joined(parts))
             updates.append(matrix.slices(update, self.ranks))
-        own = self.over_tensor.give_back(updates)
-        pieces: list[Sequence[Tensor]] = []
-        for number, slice_ in zip(self.over_data.own, own, strict=True):
-            counts = [held[number] for held in self.over_data.held]
-            # Under ZeRO-0 every rank holds the whole slice.
-            copied = sum(counts) > len(slice_)
-            pieces.append([slice_] * len(counts) if copied else slice_.split(counts))
-        return self.over_data.give_back(pieces)
+        return updates
 
 
 def share_out(costs: Sequence[int], ranks: int) -> list[int]:
@@ -312,6 +341,22 @@ def share_out(costs: Sequence[int], ranks: int) -> list[int]:
         owners[item] = owner
         loads[owner] += costs[item]
     return owners
+
+
+def in_rounds(loads: Tensor, most: int) -> list[list[int]]:
+    """Group items into rounds, each item into the first round in which it loads no rank beyond `most`.
+
+    `loads`: (ranks, items). An item that does so alone has a round of its own.
+    """
+    rounds: list[list[int]] = []
+    for item in range(loads.shape[1]):
+        for items in rounds:
+            if loads[:, [*items, item]].sum(1).max() <= most:
+                items.append(item)
+                break
+        else:
+            rounds.append([item])
+    return rounds
 
 
 class _Exchange:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ds_configs.findings import lookup
 from ds_configs.plan import Plan
 from launch.machine.description import gpus, physical_memory
 from launch.ranks import processes
@@ -157,25 +158,10 @@ def model_states(plan: Plan) -> cost.StateBytes:
     recipe = plan.recipe
     layout = plan.layout
     zero = plan.ds.get("zero_optimization") or {}
-    last = layout.pp - 1
-    fullest = 0
     widths = state_widths(plan)
-    for stage, layers in enumerate(
-        cost.stages_of(recipe, plan.padded_vocab, layout.pp)
-    ):
-        parameters = cost.parameters_per_rank(
-            recipe.model,
-            recipe.positions,
-            plan.padded_vocab,
-            layout.tp,
-            layers=layers,
-            first=stage == 0,
-            last=stage == last,
-        )
-        if parameters > fullest:
-            fullest = parameters
-            matrices = cost.hidden_matrices(recipe.model, layers, layout.tp)
+    fullest, layers = fullest_stage(plan)
     if recipe.optimizer.name == "muon":
+        matrices = cost.hidden_matrices(recipe.model, layers, layout.tp)
         widths = widths.of_muon(fullest, matrices)
     return cost.placed_state_bytes(
         fullest,
@@ -186,6 +172,36 @@ def model_states(plan: Plan) -> cost.StateBytes:
         accumulates=layout.accumulation > 1,
         sub_group=zero.get("sub_group_size", 1e9),
     ).total
+
+
+def fullest_stage(plan: Plan) -> tuple[int, int]:
+    """Return the parameters on a rank of the fullest pipeline stage, and the layers of the stage."""
+    recipe = plan.recipe
+    vocab = plan.padded_vocab
+    pp = plan.layout.pp
+    found = []
+    for stage, layers in enumerate(cost.stages_of(recipe, vocab, pp)):
+        parameters = cost.parameters_per_rank(
+            recipe.model,
+            recipe.positions,
+            vocab,
+            plan.layout.tp,
+            layers=layers,
+            first=stage == 0,
+            last=stage == pp - 1,
+        )
+        found.append((parameters, layers))
+    return max(found)
+
+
+def largest_master(plan: Plan) -> float:
+    """Return the elements of a rank's largest flat tensor that its device steps; 0: no such tensor."""
+    if plan.zero_stage == 0 or places_of(plan).optimizer != "gpu":
+        return 0.0
+    share = fullest_stage(plan)[0] / plan.layout.dp
+    if plan.zero_stage < 3:
+        return share
+    return min(share, lookup(plan.ds, "zero_optimization.sub_group_size") or 1e9)
 
 
 def places_of(plan: Plan) -> cost.Places:

@@ -21,10 +21,11 @@ from pydantic import ValidationError
 from data.durable_files import quiet
 from data.text.sources import open_source
 from ds_configs.findings import FOLDER, ConfigError, Notice, find, lookup, shown
-from ds_configs.plan import ANY_GPU, Machine, Plan
+from ds_configs.plan import ANY_GPU, Device, Machine, Plan
 from ds_configs.resolver import resolve
 from launch.console import terminal
 from launch.deepspeed_fixes import versions
+from launch.machine.memory import largest_master
 from launch.ranks import processes
 from modeling import cost
 from recipes.problems import Problem, ProblemsError
@@ -130,6 +131,7 @@ def plan_job(
         plan = plan_anywhere(recipe, config, machine, planned)
     else:
         plan = resolve(recipe, config, processes.world_size(), machine)
+    check_flat_tensors(plan, machine.device)
     # ours are judged by a test: a plan waits for no torch
     if not elsewhere or find(config).parent != FOLDER:
         check_by_deepspeed(plan, config)
@@ -158,6 +160,18 @@ def plan_job(
         for origin in data.origins:
             open_source(origin)
     return plan
+
+
+def check_flat_tensors(plan: Plan, device: Device) -> None:
+    """Check that torch steps the largest flat tensor (docs/design.md). Raises ProblemsError."""
+    elements = largest_master(plan)
+    torch = version("torch")
+    if elements < 2**31 or not device.own_memory or Version(torch) >= Version("2.10"):
+        return
+    came = f"torch {torch} with {elements:,.0f} master weights in one tensor of a rank"
+    rule = "before 2.10 torch's fused AdamW and norms count its elements in 32 bits"
+    fix = "install torch>=2.10, or take more tensor, pipeline or data-parallel ranks"
+    raise ProblemsError([Problem("parallel", came, rule, fix)])
 
 
 def plan_anywhere(

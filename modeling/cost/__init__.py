@@ -28,6 +28,7 @@ from modeling.cost.parameter_count import (
 from modeling.cost.state_bytes import (
     FP32,
     MIXED,
+    MUON_AT_ONCE,
     Place,
     PlacedStates,
     Places,

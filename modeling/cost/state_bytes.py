@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 Place = Literal["gpu", "host", "nvme"]
+# elements, about, of matrices that a rank sends and gets in one round of Muon's step
+MUON_AT_ONCE = 2**26
 
 
 class StateBytes(NamedTuple):

@@ -16,8 +16,10 @@ from second_device.running import needed, on_board, train_layouts
 from data.durable_files import cache_directory
 from launch.experiments.parity.layout_cases import LayoutCase
 from launch.planning import resolved_plans
+from launch.planning.prediction import rank_memory, workload
 from launch.records.metrics import read_metrics
 from launch.records.result import read_result
+from modeling import cost
 from recipes import catalog
 
 pytestmark = needed
@@ -59,6 +61,29 @@ def test_losses_of_every_stage_and_of_two_ranks_are_the_cpus(tmp_path):
 )
 def test_newer_features_train_there_as_on_the_cpu(tmp_path, settings, cases):
     check_equal(tmp_path, GPT2, [*FP32, *settings], cases)
+
+
+@pytest.mark.ci
+def test_muon_takes_no_more_memory_than_adamw_nor_than_planned(tmp_path, monkeypatch):
+    """In rounds that are small beside the model, as 2^26 elements are beside a billion."""
+    muon = tmp_path / "muon.json"
+    given = ["model.layers=9", "sequence_length=64", "batch.global=2", "precision=fp32"]
+    settings = [*given, "schedule.warmup_steps=1", "run.prompt=null", "run.save_last=false"]
+    flags = ["--steps", 3, "--ds_config", "zero1", "--compile", "off"]
+    for setting in settings:
+        flags += ["--set", setting]
+    for script, recipe in (([PRETRAIN], GPT2), ([WORKERS / "muon_rounds.py", muon], f"{GPT2}-muon")):
+        out = tmp_path / recipe
+        done = run_ranks(2, *script, *flags, "--recipe", recipe, "--out", out, env=on_board(), timeout=400)
+        assert done.returncode == 0, done.stdout[-3000:]
+    adamw = read_result(tmp_path / GPT2 / "result.json").memory.peak_bytes
+    found = json.loads(muon.read_text())
+    print(adamw, found)
+    assert found["peak"] < adamw
+    monkeypatch.setattr(cost, "MUON_AT_ONCE", 2**20)
+    plan = resolved_plans.resolve_on_machine(catalog.load(f"{GPT2}-muon", settings), "zero1", 2)
+    planned = rank_memory.muon_bytes(workload.of_plan(plan), 0)
+    assert planned / 2 < found["taken"] < planned
 
 
 def test_a_buffer_left_on_the_host_ends_zero3_with_dropout(tmp_path):

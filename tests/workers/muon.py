@@ -1,6 +1,6 @@
 """Steps of our engine with Muon, next to a plain loop with torch.optim.Muon and AdamW in one process.
 
-    muon.py OUT.json CASES.json      cases: ds_config, tp, settings
+    muon.py OUT.json CASES.json      cases: ds_config, tp, settings, at_once
 
 Writes of each case the distances of losses, norms, weights and momenta after `STEPS` steps.
 """
@@ -38,6 +38,7 @@ from launch.training.micro_batches import (  # noqa: E402
     normalise,
     training_batches,  # noqa: E402
 )
+from modeling import cost  # noqa: E402
 from modeling.families import family_of, model_shape  # noqa: E402
 from modeling.initialization import Init, canonical_name  # noqa: E402
 from modeling.parallel.process_grid import ProcessGrid  # noqa: E402
@@ -151,12 +152,13 @@ def planned_bytes(plan) -> float:
 def compare(case: dict, out: Path) -> dict:
     world = processes.world_size()
     tp = case.get("tp", 1)
+    at_once = case.get("at_once", cost.MUON_AT_ONCE)
     settings = [*SETTINGS, f"parallel.tp={tp}", *case.get("settings", ())]
     recipe = catalog.load(case.get("recipe", catalog.DEFAULT_RECIPE), settings, tiny=True)
     plan = resolve(recipe, case["ds_config"], world, MACHINE)
     grid = ProcessGrid(tp, 1, plan.layout.dp)
     losses, norms = [], []
-    with temporary_groups():
+    with temporary_groups(), mock.patch.object(cost, "MUON_AT_ONCE", at_once):
         corpus = build(recipe, say=lambda text: None)
         plain = Plain(recipe, recipe.model.embedding_rows(1))
         engine = training.build_engine(Job(plan, "muon", out.parent), grid, print)

@@ -26,7 +26,7 @@ class RankMemory:
         weights, gradients, optimizer: model states; the optimizer's with its fp32 master weights.
         buffers: DeepSpeed's communication buffers, and parameters gathered by stage 3.
         activations: numbers kept for the backward pass of all micro-batches in flight.
-        working: a recomputed chunk of layers, and gradients of a layer's backward pass.
+        working: a recomputed chunk of layers, and gradients of a layer's backward pass; a round of Muon's step.
         logits: logits and loss, on the last stage.
         fragmentation: reserved by torch's allocator and not allocated; given back where memory runs short.
         context: memory of CUDA and the communication library, which torch does not report as reserved.
@@ -121,7 +121,10 @@ def of_stage(work: Workload, stage: int, gpu: Gpu, constants: Constants) -> Rank
         gradients=computing, activations=kept.gpu, working=working, logits=logits
     )
     update = dict(
-        gradients=placed.gradients.gpu, activations=0.0, working=0.0, logits=0.0
+        gradients=placed.gradients.gpu,
+        activations=0.0,
+        working=muon_bytes(work, stage) if work.muon else 0.0,
+        logits=0.0,
     )
     moments: list[tuple[Moment, dict[str, float]]] = [
         ("backward pass", backward),
@@ -173,6 +176,24 @@ def _states(work: Workload, stage: int) -> tuple[cost.PlacedStates, float]:
         return placed, placed.gradients.gpu + fresh
     stays = work.optimizer_at == "gpu" or work.zero_stage == 1
     return placed, work.widths.gradient * share + fresh if stays else 0.0
+
+
+def muon_bytes(work: Workload, stage: int) -> float:
+    """Return the most bytes that Muon's step takes beside the states (launch/deepspeed_fixes/muon.py).
+
+    18 h^2 numbers for an MLP matrix: its pieces, these joined, its iterate twice, and two Gram matrices. Of a
+    round what a rank sends and gets is there twice; a round has at least one matrix.
+    """
+    tp = work.layout.tp
+    dp = work.layout.dp
+    square = work.model.hidden**2
+    numbers = 18.0 * square
+    if dp * tp > 1:
+        matrices = cost.hidden_matrices(work.model, work.layers_of(stage), tp)
+        sent = matrices / dp if work.zero_stage else matrices
+        most = max(cost.MUON_AT_ONCE, 8 * square / tp)
+        numbers += 2 * min(sent + matrices / dp, most)
+    return work.width * numbers
 
 
 def _buffers(work: Workload, stage: int) -> float:

@@ -53,12 +53,21 @@ def test_the_work_is_divided():
     assert muon.share_out([], 2) == []
 
 
+def test_rounds_load_no_rank_too_much():
+    loads = torch.tensor([[4, 4, 0, 1, 9], [0, 0, 5, 5, 0]])
+    assert muon.in_rounds(loads, 8) == [[0, 1, 2], [3], [4]], "the last is too much alone"
+    assert muon.in_rounds(loads, 20) == [[0, 1, 2, 3, 4]]
+    assert muon.in_rounds(loads, 0) == [[0], [1], [2], [3], [4]], "of one rank"
+
+
 CASES = {
     "dp2 zero0": {"ds_config": "zero0"},
     "dp2 zero2": {"ds_config": "zero2"},
     "dp2 zero3": {"ds_config": "zero3"},
     "tp2 zero1, original": {"ds_config": "zero1", "tp": 2, "settings": ["optimizer.adjust_lr=original"]},
     "bert tp2 zero1": {"ds_config": "zero1", "tp": 2, "recipe": "bert/sotu"},
+    "dp2 zero1 in rounds": {"ds_config": "zero1", "at_once": 2**14},
+    "dp2 zero0 in rounds": {"ds_config": "zero0", "at_once": 2**14},
 }
 
 

@@ -41,6 +41,24 @@ def test_zero_shares_out_what_its_stage_says():
     )
 
 
+def test_muon_has_a_moment_less_and_the_numbers_of_a_round():
+    square, matrices = 2048**2, 24 * 12 * 2048**2
+
+    def on(dp: int, zero: int = 1) -> workload.Workload:
+        step = work("sber_path_to_13b/08-gpt3-xl-checkpointing", f"ds_config=zero{zero}")
+        layout = replace(step.layout, dp=dp, global_batch=dp * step.layout.micro * step.layout.accumulation)
+        return replace(step, layout=layout, muon=True)
+
+    assert rank_memory.muon_bytes(on(16), 0) == 2 * (18 * square + 2 * 2**26), "in several rounds"
+    assert rank_memory.muon_bytes(on(64), 0) == 2 * (18 * square + 2 * 2 * matrices / 64), "in one"
+    assert rank_memory.muon_bytes(on(64, zero=0), 0) == rank_memory.muon_bytes(on(16), 0)
+    alone = on(1)
+    assert rank_memory.muon_bytes(alone, 0) == 2 * 18 * square
+    updated, adam = stage(alone), stage(replace(alone, muon=False))
+    assert updated.moment == adam.moment == "optimizer step" and updated.working == 2 * 18 * square
+    assert adam.optimizer - updated.optimizer == pytest.approx(4 * matrices)
+
+
 def test_stages_hold_activations_of_the_micro_batches_in_flight():
     step = work(NAME)
     first, second, last = (stage(step, number) for number in (0, 1, 15))
