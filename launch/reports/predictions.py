@@ -16,7 +16,7 @@ from launch.planning.prediction.published_step import (
     published_seconds,
     published_workload,
 )
-from launch.planning.resolved_plans import plan_on_nodes
+from launch.planning.resolved_plans import resolve_on_machine
 from launch.records.result import Speed
 from launch.reports.entries import RowEntry
 from launch.reports.frames import ReportTable
@@ -200,7 +200,7 @@ def _as_their_system(recipe: Recipe) -> Forecast | None:
         return None
     try:
         node = hardware.node_for(recipe)
-        plan = plan_on_nodes(recipe, recipe.ds_config, node, None)
+        plan = resolve_on_machine(recipe, recipe.ds_config, machine=node.machine)
         step = published_workload(plan)
         return forecast(step, node) if step else None
     # a broken recipe, configuration or catalogue of the user

@@ -13,6 +13,7 @@ from launch.machine.checks import Check
 from launch.machine.description import VisibleGpu
 from launch.machine.memory import Memory
 from launch.planning import memory_fit
+from launch.planning.resolved_plans import published_plan
 from recipes import catalog
 from recipes.problems import ProblemsError
 
@@ -139,7 +140,7 @@ EIGHT_V100 = Memory(8, 32e9, 1e12)
 
 
 def published(name, *settings):
-    return memory_fit.published_plan(catalog.load(name, settings))
+    return published_plan(catalog.load(name, settings))
 
 
 def hostfile(count, slots):

@@ -61,8 +61,7 @@ class Candidate:
     @property
     def shortage(self) -> float:
         """Bytes missing on a GPU, or else in the node's host memory."""
-        gpu, host = self.forecast.missing
-        return gpu if gpu > 0 else host
+        return self.forecast.binding.missing
 
     @property
     def key(self) -> tuple[object, ...]:

@@ -280,7 +280,9 @@ def _reason(each: Alternative, answer: SearchAnswer) -> str:
     if answer.winner and each.best.fits:
         return f"{each.best.seconds / answer.winner.seconds:.2f} x the time ({layout})"
     place = (
-        "per GPU" if each.best.forecast.missing[0] > 0 else "of host memory per node"
+        "per GPU"
+        if each.best.forecast.binding.place == "GPU"
+        else "of host memory per node"
     )
     return f"out of memory by {each.best.shortage / 1e9:,.1f} GB {place} ({layout})"
 

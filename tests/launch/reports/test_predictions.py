@@ -15,7 +15,7 @@ from ds_configs.resolver import resolve
 from launch import report
 from launch.planning.prediction import hardware, workload
 from launch.planning.prediction.forecast import forecast, speed
-from launch.planning.resolved_plans import plan_on_nodes
+from launch.planning.resolved_plans import published_plan
 from launch.records.deviations import Deviation
 from launch.records.result import Speed
 from launch.reports import predictions
@@ -39,7 +39,7 @@ def test_a_row_is_predicted_on_its_hardware_as_its_system_ran_it():
     row = "dgx2_gpt2_model_parallel/72x3072-h32-tp8"
     line = lines("dgx2_gpt2_model_parallel")["72x3072-h32-tp8"]
     recipe, node = catalog.load(row), hardware.find("dgx2")
-    work = workload.of_plan(plan_on_nodes(recipe, recipe.ds_config, node, None))
+    work = workload.of_plan(published_plan(recipe))
     theirs = forecast(workload.on_system(work, recipe.published.software), node)
     assert (
         line.predicted_s == theirs.time.total

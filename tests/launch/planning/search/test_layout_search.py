@@ -213,7 +213,11 @@ def test_what_is_set_stays():
 def test_host_memory_excludes_what_is_offloaded():
     found = answer("--model 13b --hardware v100-32x4 --set parallel.tp=1 --set parallel.pp=1")
     missing = {each.value: each.best for each in found.alternatives if each.best and not each.best.fits}
-    assert missing["ZeRO-3 offload all"].forecast.missing[0] < 0 < missing["ZeRO-3 offload all"].shortage
+    assert (
+        missing["ZeRO-3 offload all"].forecast.memories[0].missing
+        < 0
+        < missing["ZeRO-3 offload all"].shortage
+    )
 
 
 def test_where_nothing_fits_it_says_what_is_missing(capsys):
