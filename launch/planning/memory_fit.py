@@ -16,7 +16,7 @@ from launch.planning.prediction.forecast_text import memory_error
 from launch.planning.prediction.hardware import Node
 from launch.planning.resolved_plans import processes, resolve_on_machine
 from recipes.layout import divisors
-from recipes.problems import Problem, counted
+from recipes.problems import Problem, amount, counted
 from recipes.schema import Recipe
 
 BEST_FIRST = (*get_args(Verdict), "refused")
@@ -151,11 +151,7 @@ def describe(plan: Plan) -> str:
         ("kept by torch's allocator", rank.fragmentation),
         ("other", rank.buffers + rank.context),
     )
-    split = ", ".join(f"{name} {_gb(size)}" for name, size in kinds if size)
+    split = ", ".join(f"{name} {amount(size)}" for name, size in kinds if size)
     away = ((rank.host, "in host memory"), (rank.nvme, "on NVMe"))
-    more = "".join(f"; {_gb(size)} GB {place}" for size, place in away if size)
-    return f"{_gb(rank.total)} GB per process, as predicted ({split}; {memory_error(plan.precision)}){more}"
-
-
-def _gb(size: float) -> str:
-    return f"{size / 1e9:.3g}"
+    more = "".join(f"; {amount(size)} {place}" for size, place in away if size)
+    return f"{amount(rank.total)} per process, as predicted ({split}; {memory_error(plan.precision)}){more}"

@@ -16,7 +16,7 @@ from launch.planning.search.largest import Largest
 from launch.planning.search.layout_search import Candidate, SearchAnswer
 from modeling import cost
 from recipes import catalog
-from recipes.problems import counted
+from recipes.problems import amount, counted
 from recipes.schema import Recipe
 from recipes.tables import FOLDER, read_table
 
@@ -78,7 +78,7 @@ def page(answer: SearchAnswer, name: str, most: int, width: int | None = None) -
     else:
         full = answer.nearest.forecast.binding
         place = "per GPU" if full.place == "GPU" else "of host memory per node"
-        lacks = f"out of memory by {full.missing / 1e9:,.1f} GB {place}"
+        lacks = f"out of memory by {amount(full.missing)} {place}"
         shown.text(f"NOTHING FITS. Nearest: {layout_words(answer.nearest)}, {lacks}")
     return shown
 
@@ -91,7 +91,7 @@ def _hardware(question: SearchQuestion) -> str:
     node = question.node
     return (
         f"{_gpus(question)}: {node.title} ({node.name}), "
-        f"{node.gpu.memory_bytes / 1e9:.1f} GB each"
+        f"{amount(node.gpu.memory_bytes)} each"
     )
 
 
@@ -223,4 +223,4 @@ def _states(candidate: Candidate) -> str:
 def layout_words(candidate: Candidate) -> str:
     """Describe a layout in a few words."""
     layout = candidate.work.layout
-    return f"{layout.tp}x{layout.pp}x{layout.dp}, micro-batch {layout.micro}, {_states(candidate)}"
+    return f"{layout.degrees()}, micro-batch {layout.micro}, {_states(candidate)}"

@@ -166,7 +166,7 @@ PP8 = "jeanzay_megatron_performance/18b-pp8-ga64-mb4"
 SHOWN = {  # arguments of show -> parts of what it prints
     PP8: [
         "18,437,670,912",
-        "4 tensor x 8 pipeline x 1 data parallel = 32 processes",
+        "tp 4 x pp 8 x dp 1 = 32 processes",
         "Throughput  90.5s",
         "TFlops      26.1",
         "parallel.tp = 4: 'TP=4 in all of entries'",

@@ -79,7 +79,7 @@ def test_the_plan_says_what_is_allocated_and_what_is_reserved():
     rank = found.fullest_rank
     assert rank.allocated < rank.reserved == rank.allocated + rank.fragmentation
     said = str(forecast_text.page(found, "x", None, 100))
-    both = f"allocated {rank.allocated / 1e9:.2f}, reserved {rank.reserved / 1e9:.2f} of 34.1 GB"
+    both = f"allocated {rank.allocated / 1e9:.3g} GB, reserved {rank.reserved / 1e9:.3g} GB of 34.1 GB"
     assert f"FITS: {both}; {rank.total / found.node.gpu.memory_bytes:.0%}" in said
     (line,) = (line for line in said.splitlines() if line.strip().startswith("allocated by torch"))
     assert line.split()[-1] == f"{rank.allocated / 1e9:.2f}"
@@ -262,7 +262,7 @@ def test_fewer_ranks_and_idle_gpus_are_said():
     row = "megatron_paper_table1/8.3b-mp-dp"
     done = run([*COMMAND, "--recipe", row, "--nodes", "1"], env={"COLUMNS": "100"})
     assert "! planned with --set parallel.dp=2: 16 of 512 processes, for want of GPUs" in done.stdout
-    assert "tp 8" in done.stdout or "8 tensor x 1 pipeline x 2 data parallel" in done.stdout
+    assert "tp 8 x pp 1 x dp 2" in done.stdout
     assert "ran it" not in done.stdout
 
 
