@@ -118,8 +118,9 @@ def test_without_gpus_all_processes_share_the_hosts_memory():
 
 def test_a_layout_that_is_wrong_in_itself_is_not_mended():
     ramp = "batch.rampup={start: 4, increment: 4, samples: 8000}"
-    verdict, why = says("openwebtext/gpt2-124m", V100S, "parallel.dp=8", ramp)
+    verdict, why = says("openwebtext/gpt2-124m", V100S, "parallel.dp=8", "batch.micro=1", ramp)
     assert verdict == "refused" and "batch.rampup" in why, "4 ranks would carry it, and 8 are asked for"
+    assert says("openwebtext/gpt2-124m", FOUR.memory, "parallel.dp=8", "batch.micro=1", ramp)[0] == "fits"
     many = Memory(64, 80e9, 2e12)
     verdict, why = says("jeanzay_megatron_performance/18b-pp8-ga64-mb4", many, "ds_config=zero3")
     assert verdict == "refused" and "zero_optimization.stage=3" in why and "pipeline" in why

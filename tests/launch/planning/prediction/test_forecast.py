@@ -259,11 +259,12 @@ def test_fewer_ranks_and_idle_gpus_are_said():
     """Only as many data-parallel ranks as there are GPUs, and no printed time beside another layout's."""
     done = run([*COMMAND, "--recipe", TENSOR, "--hardware", "dgx2", "--set", "parallel.dp=1"])
     assert "! 8 GPUs of 16 stay idle" in done.stdout and "planned with" not in done.stdout
-    row = "megatron_paper_table1/8.3b-mp-dp"
-    done = run([*COMMAND, "--recipe", row, "--nodes", "1"], env={"COLUMNS": "100"})
-    assert "! planned with --set parallel.dp=2: 16 of 512 processes, for want of GPUs" in done.stdout
-    assert "tp 8 x pp 1 x dp 2" in done.stdout
-    assert "ran it" not in done.stdout
+    row = "jeanzay_megatron_max_size_16gb/22b-g256"
+    done = run([*COMMAND, "--recipe", row, "--nodes", "16"], env={"COLUMNS": "150"})
+    sets = "--set parallel.dp=1 --set batch.accumulation=null"
+    assert f"! planned with {sets}: 64 of 256 processes, for want of GPUs" in done.stdout
+    assert "tp 4 x pp 16 x dp 1" in done.stdout and "ran it" not in done.stdout
+    assert "as megatron ran it" in run([*COMMAND, "--recipe", row]).stdout
 
 
 def test_json_has_every_number():
