@@ -41,7 +41,7 @@ from launch.ranks import interfaces, joining, launch_environment, processes
 from launch.records import shared_directory
 from recipes import catalog
 from recipes.files import path_of
-from recipes.problems import ProblemsError, counted, existing, take_file_handles
+from recipes.problems import ProblemsError, amount, counted, existing, take_file_handles
 from recipes.schema import Recipe
 
 SNUG = 0.08  # of the host's memory: a margin within the error of predictions
@@ -246,23 +246,18 @@ def layout(plan: Plan, memory: Memory, hosts: Hosts) -> Check:
 
 def fits(plan: Plan, memory: Memory, ranks: int) -> Check:
     """Check the planner's memory of this machine's `ranks` against its memory."""
-    rank = memory_fit.memory_of_plan(plan, gpus=memory.gpus > 0)
-    host = rank.host * ranks if memory.gpus else (rank.total + rank.host) * ranks
-    rooms = [(host, memory.host_bytes, "of the host")]
-    if memory.gpus:
-        rooms.insert(0, (rank.total, memory.gpu_bytes, "of a GPU"))
+    found = memory_fit.on_machine(plan, memory, ranks)
     said = [
-        f"{needed / 1e9:.3g} of {room / 1e9:.3g} GB {place}"
-        for needed, room, place in rooms
-        if needed
+        f"{amount(each.needed)} of {amount(each.room)} of the {each.place}"
+        for each in found.memories
+        if each.needed
     ]
     came = f"takes {', '.join(said)}, as predicted, {memory_error(plan.precision)}"
-    share = max(needed / room for needed, room, _ in rooms)
     more = "shard or offload more (--ds_config zero3, zero3_offload), or more processes"
     fix = f"{more}; launch/plan.py says how"
-    if host > memory.host_bytes or (memory.gpus and rank.least > memory.gpu_bytes):
+    if found.verdict == "out of memory":
         return failed(came, fix)
-    snug = share > 1 or host > (1 - SNUG) * memory.host_bytes
+    snug = found.verdict == "snug" or found.host > (1 - SNUG) * memory.host_bytes
     return warning(f"{came}: snug", fix) if snug else ok(came)
 
 

@@ -165,7 +165,7 @@ def test_the_memory_is_that_of_this_machines_processes():
         return doctor.fits(plan, memory, doctor.ranks_here(plan, memory, dict(hosts)))
 
     assert fits(large, EIGHT_V100).verdict == "ok"
-    rank = memory_fit.memory_of_plan(large)
+    rank = memory_fit.on_machine(large, EIGHT_V100, 8).fullest_rank
     for room, verdict in ((rank.total + 1, "ok"), (rank.least + 1, "warning"), (rank.least - 1, "failed")):
         assert fits(large, Memory(8, room, 1e12)).verdict == verdict
     assert fits(large, Memory(0, 0, 600e9)).verdict == "ok"
