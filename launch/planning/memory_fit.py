@@ -136,16 +136,11 @@ def how(found: Fit) -> str:
     return f"with {sets}: {found.world} of {stated} processes{snug}"
 
 
-def memory_of_plan(plan: Plan, *, gpus: bool = True) -> rank_memory.RankMemory:
-    """Predict the memory of a rank of the fullest pipeline stage, on the recipe's hardware if it names some.
-
-    Without `gpus` all of it is the host's, and counts as far as a process has written to it.
-    """
+def memory_of_plan(plan: Plan) -> rank_memory.RankMemory:
+    """Predict the memory of a rank of the fullest pipeline stage, on the recipe's hardware if it names some."""
     own = plan.recipe.hardware
-    name = own.node if own and own.node else hardware.USUAL
-    gpu = hardware.find(name).gpu
-    fullest = rank_memory.fullest_rank if gpus else rank_memory.fullest_process
-    return fullest(workload.of_plan(plan), gpu, fitted_constants())
+    gpu = hardware.find((own and own.node) or hardware.USUAL).gpu
+    return rank_memory.fullest_rank(workload.of_plan(plan), gpu, fitted_constants())
 
 
 def describe(plan: Plan) -> str:
