@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from launch.console import arguments, ends, new_output, terminal
 from launch.ranks import ending
-from recipes.problems import some
+from recipes.problems import amount, some
 from recipes.schema import Recipe
 
 if TYPE_CHECKING:
@@ -131,8 +131,8 @@ def describe(done: Export, recipe: Recipe) -> str:
     if done.difference is None:
         checked = (
             "each tensor was read again and is the checkpoint's; what transformers computes with them was "
-            f"not compared with our model: that takes {done.needed / 1e9:.3g} GB of memory, and "
-            f"{done.free / 1e9:.3g} GB are free (--compare_logits compares anyway)"
+            f"not compared with our model: that takes {amount(done.needed)} of memory, and "
+            f"{amount(done.free)} are free (--compare_logits compares anyway)"
         )
     else:
         rounding = (

@@ -21,9 +21,9 @@ examples:
   python launch/plan.py search --model 13b --hardware v100-32x8 --nodes 8
       the fastest layout of a GPT of 13 billion parameters on 64 V100
   python launch/plan.py --fits openwebtext/gpt2-124m
-      the nodes that carry a recipe, and with which JSON
+      the nodes of the catalogue that carry a recipe
   python launch/plan.py --fits openwebtext/gpt2-124m --hardware 4xv100-32
-      whether four V100 do
+      whether four V100 do; with --nodes 2 whether two such nodes do
   python launch/plan.py search --largest --hardware 2080ti
       the largest model that one GPU of 11 GB trains, by configuration
   python launch/plan.py --recipe openwebtext/gpt2-124m --hardware mine.yaml:box

@@ -56,9 +56,10 @@ class Layout:
         """Number of processes."""
         return self.tp * self.pp * self.dp
 
-    def degrees(self) -> str:
-        """Describe the degrees: "8 tensor x 1 pipeline x 2 data parallel"."""
-        return f"{self.tp} tensor x {self.pp} pipeline x {self.dp} data parallel"
+    def degrees(self, sequence: bool = False) -> str:
+        """Describe the degrees: "tp 8 x pp 1 x dp 2"; `sequence`: tensor ranks cut the positions, too."""
+        tensor = f"tp {self.tp}{' (and sequence)' * sequence}"
+        return f"{tensor} x pp {self.pp} x dp {self.dp}"
 
     def identity(self) -> str:
         """Describe the batch in one line: "8 micro x 1 accumulation x 1 dp = 8 global"."""

@@ -174,6 +174,15 @@ def counted(number: int, thing: str) -> str:
     return f"{number:,} {thing}{plural}"
 
 
+def amount(size: float) -> str:
+    """Write bytes as "3.73 GB", fewer as "37.3 MB", and more as "1.54 TB"."""
+    if size >= 1e12:
+        return f"{size / 1e12:.3g} TB"
+    if size >= 1e8:
+        return f"{size / 1e9:.3g} GB"
+    return f"{size / 1e6:.3g} MB"
+
+
 def take_file_handles(least: int) -> None:
     """Raise this process's limit of open files. Raises ProblemsError if `least` is out of reach."""
     soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)

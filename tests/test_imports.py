@@ -271,7 +271,7 @@ heavy = {"torch", "deepspeed", "transformers", "numpy"} & set(sys.modules)
 sys.exit(f"loaded {sorted(heavy)}" if heavy else 0)
 """
     done = run([sys.executable, "-c", program], env={"DS_ACCELERATOR": "cpu"}, timeout=60)
-    assert done.returncode == 0 and "2 tensor x 2 pipeline x 2 data parallel" in done.stdout, done.stdout
+    assert done.returncode == 0 and "tp 2 x pp 2 x dp 2" in done.stdout, done.stdout
 
 
 def test_launch_shows_commands_only():

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from data.durable_files import DamagedFile, Say, now_and_then, quiet, replacing
+from recipes.problems import amount
 
 MAGIC = b"MMIDIDX\0\0"
 VERSION = 1
@@ -391,5 +392,5 @@ def _read_through(
             if unsigned:
                 tokens = np.frombuffer(part, unsigned)
                 largest = max(largest, int(tokens.max()))
-            tell(f"{path}: {file.tell() / 1e9:.1f} of {size / 1e9:.1f} GB checked")
+            tell(f"{path}: {amount(file.tell())} of {amount(size)} checked")
     return found, largest

@@ -53,7 +53,7 @@ from launch.ranks.processes import from_rank_0, local_world_size, merged
 from launch.records.directory import WRITING
 from launch.records.facts import SaveOutcome, SilentRecorder
 from modeling.parallel.process_grid import ProcessGrid
-from recipes.problems import system_error, system_problem
+from recipes.problems import amount, system_error, system_problem
 
 STAGING_BYTES = 256 << 20  # of pinned memory
 SPARE = 0.1  # share of a machine's memory that a copy of the state must leave free
@@ -279,8 +279,8 @@ class Saver:
             self._warned = True
             self.listener.say(
                 f"training waits for the disk at each save: the state of this machine's ranks, "
-                f"{needed / 1e9:.3g} GB, would be copied to memory to be written meanwhile, and of "
-                f"{free / 1e9:.3g} GB that are free a tenth of the machine's memory stays so"
+                f"{amount(needed)}, would be copied to memory to be written meanwhile, and of "
+                f"{amount(free)} that are free a tenth of the machine's memory stays so"
             )
         return False
 

@@ -13,7 +13,7 @@ from launch.console import terminal
 from launch.console.progress import bar
 from launch.console.text_table import NOTHING, aligned, table
 from recipes import files
-from recipes.problems import counted
+from recipes.problems import amount, counted
 
 BY_SIZE = "whole: by its manifest and the sizes of its files; `verify` reads them"
 
@@ -40,7 +40,7 @@ def _row(each: Checkpoint | DamagedCheckpoint) -> tuple[str, ...]:
     return (
         f"{each.step}",
         held.saved[:16].replace("T", " "),
-        _size(held.bytes),
+        amount(held.bytes),
         _saved_under(held),
         "whole",
     )
@@ -74,7 +74,7 @@ def _one(each: Checkpoint | DamagedCheckpoint) -> str:
             ),
         ),
         ("by", ", ".join(versions) or NOTHING),
-        ("size", f"{_size(held.bytes)} in {counted(len(held.files), 'file')}"),
+        ("size", f"{amount(held.bytes)} in {counted(len(held.files), 'file')}"),
         ("holds", f"{', '.join(held.kinds)} of {counted(len(held.tensors), 'tensor')}"),
         ("state", BY_SIZE.replace(":", "")),
     ]
@@ -113,10 +113,6 @@ def _type(types: dict[str, str], form: str) -> str:
         else ", ".join(f"{kind} {t}" for kind, t in types.items())
     )
     return said if form == "canonical" else f"{said}, as {form} has it"
-
-
-def _size(size: int) -> str:
-    return f"{size / 1e9:.3g} GB" if size >= 1e9 else f"{size / 1e6:.3g} MB"
 
 
 def _saved_under(held: Manifest) -> str:

@@ -18,7 +18,15 @@ from launch.deepspeed_fixes.versions import SEEN
 from launch.machine.description import gpus, installed
 from launch.ranks import processes
 from modeling import cost
-from recipes.problems import Problem, ProblemsError, existing, nearest, pieces, some
+from recipes.problems import (
+    Problem,
+    ProblemsError,
+    amount,
+    existing,
+    nearest,
+    pieces,
+    some,
+)
 from recipes.schema import Recipe
 
 Verdict = Literal["ok", "warning", "failed", "not checked"]
@@ -337,8 +345,3 @@ def files_needed(world: int, rank: int = 0) -> int:
 def free_bytes(place: Path) -> float:
     """Return the bytes that this user may still write there, without regard to quotas."""
     return float(shutil.disk_usage(place).free)
-
-
-def amount(size: float) -> str:
-    """Write bytes as 3.73 GB."""
-    return f"{size / 1e9:,.3g} GB" if size >= 1e8 else f"{size / 1e6:,.3g} MB"

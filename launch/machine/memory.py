@@ -14,7 +14,7 @@ from ds_configs.plan import Plan
 from launch.machine.description import gpus, physical_memory
 from launch.ranks import processes
 from modeling import cost
-from recipes.problems import counted
+from recipes.problems import amount, counted
 
 # of DeepSpeed's devices
 PLACES: dict[str, cost.Place] = {"none": "gpu", "cpu": "host", "nvme": "nvme"}
@@ -88,8 +88,10 @@ class Memory:
     host_bytes: float
 
     def __str__(self) -> str:
-        gpus = f"{counted(self.gpus, 'GPU')} of {self.gpu_bytes / 1e9:.3g} GB"
-        return f"{gpus if self.gpus else 'no GPU'}, {self.host_bytes / 1e9:.3g} GB of host memory"
+        gpus = "no GPU"
+        if self.gpus:
+            gpus = f"{counted(self.gpus, 'GPU')} of {amount(self.gpu_bytes)}"
+        return f"{gpus}, {amount(self.host_bytes)} of host memory"
 
 
 def this_machine() -> Memory:

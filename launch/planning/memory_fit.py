@@ -1,35 +1,146 @@
-"""The planner's memory of a row's plan, compared with the memory of a machine."""
+"""The verdict whether a recipe fits: its plan on given nodes, with the planner's memory of it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
 
 from ds_configs.findings import ConfigError
 from ds_configs.plan import Plan
 from launch.machine.memory import Memory
 from launch.planning.prediction import hardware, rank_memory, workload
 from launch.planning.prediction.constants import fitted_constants
+from launch.planning.prediction.forecast import Forecast, Verdict, forecast
 from launch.planning.prediction.forecast_text import memory_error
-from launch.planning.resolved_plans import processes, published_plan
+from launch.planning.prediction.hardware import Node
+from launch.planning.resolved_plans import processes, resolve_on_machine
 from recipes.layout import divisors
-from recipes.problems import counted
+from recipes.problems import Problem, amount, counted
 from recipes.schema import Recipe
 
-# node whose CUDA context stands for that of a GPU that nothing is said of
-USUAL = "a100-80x8"
+BEST_FIRST = (*get_args(Verdict), "refused")
 
 
-def memory_of_plan(plan: Plan, *, gpus: bool = True) -> rank_memory.RankMemory:
-    """Predict the memory of a rank of the fullest pipeline stage, on the recipe's hardware if it names some.
+@dataclass(frozen=True)
+class Fit:
+    """Whether a recipe fits nodes, and how it is run there.
 
-    Without `gpus` all of it is the host's, and counts as far as a process has written to it.
+    Attributes:
+        recipe: as it was given.
+        ds_config: the DeepSpeed JSON that was tried.
+        gpus: of all nodes; 0: they have none.
+        plan, forecast: under the layout that it has there; None: it has none, by `problems`.
     """
+
+    recipe: Recipe
+    ds_config: str | Path
+    gpus: int
+    plan: Plan | None = None
+    forecast: Forecast | None = None
+    problems: tuple[Problem, ...] = ()
+
+    @property
+    def verdict(self) -> Verdict | Literal["refused"]:
+        return self.forecast.verdict if self.forecast else "refused"
+
+    @property
+    def fits(self) -> bool:
+        """True also where it is snug."""
+        return self.verdict in ("fits", "snug")
+
+    @property
+    def world(self) -> int:
+        """Processes of the layout that it has there; 0: none."""
+        return self.plan.layout.world if self.plan else 0
+
+
+def fit(
+    recipe: Recipe, node: Node, nodes: int = 1, ds_config: str | Path | None = None
+) -> Fit:
+    """Tell whether a recipe fits `nodes` such nodes.
+
+    All of it stays as it is written, but for the number of data-parallel ranks. That is the stated one, or
+    the largest smaller one that the batch can be shared by and the memory holds; where none is stated, the
+    largest for which there are GPUs. Without GPUs the processes may be as many as stated, or else one.
+    """
+    file = ds_config or recipe.ds_config
+    gpus = nodes * node.gpus
+    tp, pp = recipe.parallel.model_parallel
+    shared = tp * pp
+    if gpus and shared > gpus:
+        came = f"tp {tp} x pp {pp} on {counted(gpus, 'GPU')}"
+        rule = f"each of the {shared} processes has a GPU of its own"
+        fix = f"--nodes {math.ceil(shared / node.gpus)}"
+        return Fit(recipe, file, gpus, problems=(Problem("--nodes", came, rule, fix),))
+    found = list[Fit]()
+    problems: tuple[Problem, ...] = ()
+    stated = recipe.parallel.dp
+    most = min((bound for bound in (gpus // shared, stated) if bound), default=1)
+    ranks = {dp for dp in divisors(recipe.batch.unit) if dp < most}
+    for dp in sorted({*ranks, most}, reverse=True):
+        try:
+            plan = resolve_on_machine(
+                _with_dp(recipe, dp), file, dp * shared, node.machine
+            )
+        except ConfigError as error:
+            problems = problems or error.problems
+            # of the recipe as it is written
+            if dp == stated:
+                break
+            continue
+        predicted = forecast(workload.of_plan(plan), node, unit=recipe.batch.unit)
+        found.append(Fit(recipe, file, gpus, plan, predicted))
+        if predicted.verdict == "fits":
+            break
+    if not found:
+        return Fit(recipe, file, gpus, problems=problems)
+    return min(found, key=lambda each: BEST_FIRST.index(each.verdict))
+
+
+def on_machine(plan: Plan, memory: Memory, ranks: int) -> Forecast:
+    """Forecast a plan on a machine of which only the memory is known, with `ranks` of its processes."""
+    node = hardware.of_memory(memory)
+    return forecast(workload.of_plan(plan), node, ranks=ranks)
+
+
+def _with_dp(recipe: Recipe, dp: int) -> Recipe:
+    """Set the data-parallel degree, as `how` says."""
+    if recipe.parallel.dp in (None, dp):
+        return recipe
+    parallel = recipe.parallel.model_copy(update={"dp": dp})
+    batch = recipe.batch.model_copy(update={"accumulation": None})
+    return recipe.model_copy(update={"parallel": parallel, "batch": batch})
+
+
+def how(found: Fit) -> str:
+    """Say how a recipe that fits is run: as it is, or with which settings."""
+    recipe = found.recipe
+    snug = ", snug" if found.verdict == "snug" else ""
+    count = counted(found.world, "process")
+    stated = processes(recipe)
+    if recipe.parallel.dp is None:
+        return f"on {count}{snug}"
+    if found.world == stated:
+        guessed = any(
+            key.partition(".")[0] in ("model", "parallel", "batch")
+            for key in recipe.unknown
+        )
+        printed = recipe.published and not guessed
+        return f"{'as published' if printed else f'as it is, on {count}'}{snug}"
+    assert found.plan
+    sets = f"--set parallel.dp={found.plan.layout.dp}"
+    if recipe.batch.accumulation:
+        sets += " --set batch.accumulation=null"
+    return f"with {sets}: {found.world} of {stated} processes{snug}"
+
+
+def memory_of_plan(plan: Plan) -> rank_memory.RankMemory:
+    """Predict the memory of a rank of the fullest pipeline stage, on the recipe's hardware if it names some."""
     own = plan.recipe.hardware
-    name = own.node if own and own.node else USUAL
-    gpu = hardware.find(name).gpu
-    fullest = rank_memory.fullest_rank if gpus else rank_memory.fullest_process
-    return fullest(workload.of_plan(plan), gpu, fitted_constants())
+    gpu = hardware.find((own and own.node) or hardware.USUAL).gpu
+    return rank_memory.fullest_rank(workload.of_plan(plan), gpu, fitted_constants())
 
 
 def describe(plan: Plan) -> str:
@@ -42,109 +153,7 @@ def describe(plan: Plan) -> str:
         ("kept by torch's allocator", rank.fragmentation),
         ("other", rank.buffers + rank.context),
     )
-    split = ", ".join(f"{name} {_gb(size)}" for name, size in kinds if size)
+    split = ", ".join(f"{name} {amount(size)}" for name, size in kinds if size)
     away = ((rank.host, "in host memory"), (rank.nvme, "on NVMe"))
-    more = "".join(f"; {_gb(size)} GB {place}" for size, place in away if size)
-    return f"{_gb(rank.total)} GB per process, as predicted ({split}; {memory_error(plan.precision)}){more}"
-
-
-def _gb(size: float) -> str:
-    return f"{size / 1e9:.3g}"
-
-
-def verdict(recipe: Recipe, memory: Memory) -> tuple[bool, str]:
-    """Return whether the row can run on such a machine, and how or why not."""
-    shared = math.prod(recipe.parallel.model_parallel)
-    fewer = recipe.parallel.dp is None or 0 < memory.gpus < processes(recipe)
-    started = memory.gpus if fewer else processes(recipe)
-    most = max(started, shared)
-    if memory.gpus and shared > memory.gpus:
-        return (
-            False,
-            f"tp x pp = {shared} processes, {counted(memory.gpus, 'GPU')} here",
-        )
-    refused = ""
-    snug = ""
-    too_large = []
-    for dp in sorted(
-        (dp for dp in divisors(recipe.batch.unit) if dp * shared <= most), reverse=True
-    ):
-        try:
-            plan = published_plan(_with_dp(recipe, dp))
-        except ConfigError as error:
-            refused = str(error)
-            continue
-        room = (
-            (memory.gpu_bytes, memory.host_bytes)
-            if memory.gpus
-            else (memory.host_bytes,)
-        )
-        if all(
-            needed <= there
-            for needed, there in zip(_needed(plan, memory), room, strict=True)
-        ):
-            return True, _how(recipe, dp, shared)
-        least = _needed(plan, memory, kept=False)
-        if not snug and all(
-            needed <= there for needed, there in zip(least, room, strict=True)
-        ):
-            snug = f"{_how(recipe, dp, shared)}, snug"
-        too_large.append(plan)
-    if snug:
-        return True, snug
-    return False, _least(too_large, memory) if too_large else refused
-
-
-def _how(recipe: Recipe, dp: int, shared: int) -> str:
-    count = counted(dp * shared, "process")
-    if recipe.parallel.dp is None:
-        return f"on {count}"
-    if dp == recipe.parallel.dp:
-        guessed = any(
-            key.partition(".")[0] in ("model", "parallel", "batch")
-            for key in recipe.unknown
-        )
-        return (
-            "as published"
-            if recipe.published and not guessed
-            else f"as it is, on {count}"
-        )
-    open_batch = " --set batch.accumulation=null" if recipe.batch.accumulation else ""
-    return f"with --set parallel.dp={dp}{open_batch}: {dp * shared} of {processes(recipe)} processes"
-
-
-def _with_dp(recipe: Recipe, dp: int) -> Recipe:
-    """Set the data-parallel degree, as the text of `_how` says."""
-    if dp == recipe.parallel.dp:
-        return recipe
-    parallel = recipe.parallel.model_copy(update={"dp": dp})
-    left_open = {} if recipe.parallel.dp is None else {"accumulation": None}
-    return recipe.model_copy(
-        update={
-            "parallel": parallel,
-            "batch": recipe.batch.model_copy(update=left_open),
-        }
-    )
-
-
-def _needed(plan: Plan, memory: Memory, *, kept: bool = True) -> tuple[float, ...]:
-    """Return bytes on a GPU and in the host's memory; without GPUs all bytes on the host.
-
-    kept: with what torch's allocator keeps.
-    """
-    rank = memory_of_plan(plan, gpus=memory.gpus > 0)
-    world = plan.layout.world
-    gpu = rank.total if kept else rank.least
-    return (gpu, rank.host * world) if memory.gpus else ((gpu + rank.host) * world,)
-
-
-def _least(plans: Sequence[Plan], memory: Memory) -> str:
-    """Describe the smallest memory per process among the plans."""
-    plan = min(plans, key=lambda plan: _needed(plan, memory))
-    rank = memory_of_plan(plan, gpus=memory.gpus > 0)
-    world = plan.layout.world
-    sizes = [(rank.total + rank.host, "")]
-    if memory.gpus:
-        sizes = [(rank.total, " on the GPU"), (rank.host, " in host memory")]
-    held = " and ".join(f"{size / 1e9:,.3g} GB{place}" for size, place in sizes if size)
-    return f"{held} per process, {counted(world, 'process')}"
+    more = "".join(f"; {amount(size)} {place}" for size, place in away if size)
+    return f"{amount(rank.total)} per process, as predicted ({split}; {memory_error(plan.precision)}){more}"

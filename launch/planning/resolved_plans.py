@@ -1,4 +1,4 @@
-"""Plans of recipes for other machines: as published, on any GPUs, on nodes of the catalogue."""
+"""Plans of recipes for other machines: as published, or on any GPUs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from ds_configs.plan import ANY_GPU, Machine, Plan
 from ds_configs.resolver import resolve
 from ds_configs.sections.zero import NVME_VARIABLE
 from launch.machine.memory import offloads
-from launch.planning.prediction.hardware import Node
 from recipes.schema import Recipe
 
 
@@ -25,24 +24,6 @@ def published_plan(recipe: Recipe, world: int | None = None) -> Plan:
     Raises ConfigError.
     """
     return resolve_on_machine(recipe, recipe.ds_config, world or processes(recipe))
-
-
-def plan_on_nodes(
-    recipe: Recipe, ds_config: str | Path, node: Node, nodes: int | None = None
-) -> Plan:
-    """Resolve a recipe on `nodes` such nodes; None: on as many as needed. Raises ConfigError."""
-    world = None
-    if recipe.parallel.dp is None:
-        world = (nodes or 1) * node.gpus
-    elif nodes:
-        stated = processes(recipe)
-        # A node that the layout leaves partly empty is its user's to choose.
-        world = (
-            stated
-            if (nodes - 1) * node.gpus < stated <= nodes * node.gpus
-            else nodes * node.gpus
-        )
-    return resolve_on_machine(recipe, ds_config, world, node.machine)
 
 
 def resolve_on_machine(

@@ -109,9 +109,9 @@ class SpeedSettings:
 
     def __str__(self) -> str:
         at = self.layout
-        tensor = f"tp {at.tp}{' (and sequence)' * self.sequence_parallel}"
+        degrees = at.degrees(self.sequence_parallel)
         return (
-            f"{self.ds_config}: {tensor} x pp {at.pp} x dp {at.dp}, micro-batch {at.micro}, "
+            f"{self.ds_config}: {degrees}, micro-batch {at.micro}, "
             f"ZeRO-{self.zero_stage}, offload {self.offload}, {self.precision}, activation checkpointing "
             f"{self.activation_checkpointing}, {self.implementation}, on {self.hardware}"
         )

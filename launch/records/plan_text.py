@@ -14,7 +14,7 @@ from launch.machine.memory import model_states
 from modeling import cost
 from recipes.consistency import untrained
 from recipes.layout import BatchSchedule
-from recipes.problems import counted
+from recipes.problems import amount, counted
 from recipes.schema import DEEPSPEED_SCHEDULES, Branch, Model, Recipe
 
 OPTIMIZERS = {"adamw": "AdamW", "lamb": "LAMB", "muon": "Muon and AdamW"}
@@ -54,8 +54,7 @@ def describe_plan(
         if surroundings.started in (None, layout.world)
         else ", planned; not started here"
     )
-    tensor = f"{layout.tp} tensor{' (and sequence)' * recipe.parallel.sequence}"
-    degrees = f"{tensor} x {layout.pp} pipeline x {layout.dp} data parallel"
+    degrees = layout.degrees(recipe.parallel.sequence)
     chunks = f"chunks of {counted(recipe.checkpoint_interval, 'layer')}"
     recomputed = {
         0: "attention's scores" if recipe.recomputes_core else "nothing",
@@ -173,7 +172,7 @@ def describe_states(plan: Plan) -> str:
         (at.host, "in host memory"),
         (at.nvme, "on NVMe"),
     )
-    sizes = "; ".join(f"{size / 1e9:.3g} GB {place}" for size, place in places if size)
+    sizes = "; ".join(f"{amount(size)} {place}" for size, place in places if size)
     return f"model states of {sizes}, counted; launch/plan.py predicts the rest"
 
 

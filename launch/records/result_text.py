@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from launch.console.terminal import wrapped
 from launch.console.text_table import aligned, number, table
 from launch.records.result import OURS, TFLOPS_BY, HeldOutLoss, Result, TrainingLoss
+from recipes.problems import amount
 
 NOT_MEASURED = "not measured"
 EXACT = (
@@ -30,23 +31,18 @@ def _lines(result: Result) -> list[tuple[str, str]]:
     layout = result.layout
     speed = result.speed
     memory = result.memory
-    tensor = (
-        f"tp {layout.tp}{' (and sequence)' * result.sequence_parallel}"
-        if layout
-        else ""
-    )
-    degrees = (
-        f"{tensor} x pp {layout.pp} x dp {layout.dp}"
-        if layout
-        else "layout not recorded"
-    )
+    degrees = "layout not recorded"
+    if layout:
+        degrees = layout.degrees(result.sequence_parallel)
     how = (
         f"ZeRO-{result.zero_stage}, offload {result.offload}, {result.precision_text}, activation "
         f"checkpointing {result.activation_checkpointing}"
     )
     skipped = f" ({result.skipped_steps:,} skipped)" if result.skipped_steps else ""
     waited = speed.data_wait_share
-    peak = memory.peak_bytes
+    peak = NOT_MEASURED
+    if memory.peak_bytes is not None:
+        peak = f"{amount(memory.peak_bytes)} ({memory.kind})"
     samples = _number(speed.samples_per_s, " samples/s")
     tokens = _number(speed.tokens_per_s, " tokens/s")
     formula = _number(speed.tflops)
@@ -82,10 +78,7 @@ def _lines(result: Result) -> list[tuple[str, str]]:
             "TFLOPS per GPU",
             f"{formula} by the published formula, {exact} by exact count",
         ),
-        (
-            "peak memory",
-            NOT_MEASURED if peak is None else f"{peak / 1e9:.2f} GB ({memory.kind})",
-        ),
+        ("peak memory", peak),
     ]
 
 

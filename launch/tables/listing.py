@@ -11,9 +11,10 @@ from typing import Any
 
 from launch.console import arguments, terminal, text_table
 from launch.machine.memory import Memory, this_machine
-from launch.planning.memory_fit import verdict
+from launch.planning.memory_fit import fit, how
 from launch.planning.prediction import hardware
 from launch.planning.prediction.forecast_text import error
+from launch.planning.prediction.hardware import Node
 from launch.planning.resolved_plans import processes
 from launch.tables import evidence
 from launch.tables.scores import scores
@@ -101,7 +102,9 @@ def add_parser(commands: Any) -> None:
     add("tables", nargs="*", metavar="TABLE", help=own)
     add("--all", action="store_true", help="show every row of the published tables too")
     states = "only rows that fit this machine, or a NODE of plan.py such as 4xv100-32, by the planner's memory"
-    fits = f"{states}, activations included, as published or with fewer data-parallel ranks"
+    fits = (
+        f"{states}, activations included, as written or with fewer data-parallel ranks"
+    )
     add("--fits", nargs="?", const=HERE, metavar="NODE", help=fits)
     parser.set_defaults(run=run)
 
@@ -120,26 +123,32 @@ def run(args: argparse.Namespace) -> int:
         )
     )
     terminal.quiet_libraries()
-    memory = None if args.fits is None else memory_of(args.fits)
-    if memory:
-        rows = [
-            replace(row, fits=how)
-            for row in rows
-            for ok, how in [verdict(row.recipe, memory)]
-            if ok
-        ]
+    memory = None
+    if args.fits:
+        node = node_of(args.fits)
+        memory = node.memory
+        rows = fitting(rows, node)
     print(as_text(rows, memory, terminal.columns(), args.fits))
     if folded:
         print(f"\n{fold(folded, terminal.columns())}")
     return 0
 
 
-def memory_of(node: str) -> Memory:
-    """Return the memory of a node, or of this machine. Raises ProblemsError: no such node."""
-    if node == HERE:
-        return this_machine()
-    found = hardware.find(node, "--fits")
-    return Memory(found.gpus, found.gpu.memory_bytes, found.host.memory_gb * 1e9)
+def node_of(name: str) -> Node:
+    """Return a node, or this machine. Raises ProblemsError: no such node."""
+    if name == HERE:
+        return hardware.of_memory(this_machine())
+    return hardware.find(name, "--fits")
+
+
+def fitting(rows: Sequence[ListedRecipe], node: Node) -> list[ListedRecipe]:
+    """Return the rows that fit one such node, each with how it does."""
+    left = list[ListedRecipe]()
+    for row in rows:
+        found = fit(row.recipe, node)
+        if found.fits:
+            left.append(replace(row, fits=how(found)))
+    return left
 
 
 def fold(rows: Sequence[ListedRecipe], width: int | None) -> str:

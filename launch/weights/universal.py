@@ -30,13 +30,13 @@ from launch.checkpoints import inspection
 from launch.checkpoints.manifest import MOMENTS, Manifest
 from launch.checkpoints.run_checkpoints import Checkpoint
 from launch.checkpoints.stored import StoredTensors
-from launch.machine.checks import amount, free_bytes
+from launch.machine.checks import free_bytes
 from launch.weights import export
 from launch.weights.deepspeed_weights import NAMES
 from launch.weights.export import ConvertedTensors
 from launch.weights.their_settings import TOLD
 from modeling.families import meta_parameters
-from recipes.problems import Problem, ProblemsError, existing
+from recipes.problems import Problem, ProblemsError, amount, existing
 from recipes.schema import Recipe
 
 FLAG = "--universal"

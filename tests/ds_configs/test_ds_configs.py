@@ -562,6 +562,8 @@ def test_json_and_recipe_share_the_choice_of_degrees(config, changes, sets, worl
     assert (layout.tp, layout.pp, layout.dp) == degrees
     if config == "3d" and not sets:
         assert layout.identity() == "2 micro x 2 accumulation x 2 dp = 8 global"
+        assert layout.degrees() == "tp 2 x pp 2 x dp 2"
+        assert layout.degrees(sequence=True) == "tp 2 (and sequence) x pp 2 x dp 2"
 
 
 @pytest.mark.parametrize("tiny", [True, False])

@@ -121,7 +121,7 @@ def test_a_plan_on_paper_says_for_what_machine(monkeypatch, capsys):
         job = pretrain.training_of(parse([*row, "--processes", "64", "--ds_config", config])).job
         show_plan(job, [])
         shown = capsys.readouterr().out
-        assert "8 data parallel = 64 processes, planned; not started here" in shown and said in shown
+        assert "x dp 8 = 64 processes, planned; not started here" in shown and said in shown
 
 
 OF_FOUR = "RANK=0 LOCAL_RANK=0 WORLD_SIZE=4 MASTER_ADDR=127.0.0.1 MASTER_PORT=29517"

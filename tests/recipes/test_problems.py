@@ -5,7 +5,7 @@ import resource
 
 import pytest
 
-from recipes.problems import Problem, ProblemsError, system_error, system_problem, take_file_handles
+from recipes.problems import Problem, ProblemsError, amount, system_error, system_problem, take_file_handles
 
 
 @pytest.mark.parametrize(
@@ -55,3 +55,16 @@ def test_a_process_takes_the_file_handles_it_may_have(monkeypatch):
 
 def test_a_refusal_shows_what_a_screen_would_obey():
     assert str(Problem("a", "\x1b[2Jgone", "rule\x07", "fix")) == r"\x1b[2Jgone: rule\x07; fix"
+
+
+def test_bytes_have_three_digits_and_a_unit():
+    sizes = {
+        0: "0 MB",
+        2_934_000: "2.93 MB",
+        99e6: "99 MB",
+        0.1e9: "0.1 GB",
+        23.114e9: "23.1 GB",
+        1.54e12: "1.54 TB",
+    }
+    for size, words in sizes.items():
+        assert amount(size) == words

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from launch.planning.prediction import rank_memory
 from launch.planning.prediction.constants import (
@@ -22,6 +22,7 @@ from launch.planning.prediction.workload import Workload
 from recipes.layout import BatchSchedule, divisors
 
 Verdict = Literal["fits", "snug", "out of memory"]
+Place = Literal["GPU", "host"]
 LARGE_BUBBLE = 0.10
 LEAST_GAIN = 0.01  # of a step's time, from which a larger micro-batch is advised
 MOST_MICRO = 8191
@@ -42,6 +43,30 @@ class Remark:
 
     kind: str
     values: Mapping[str, float | int | str]
+
+
+class Filled(NamedTuple):
+    """A memory, and what a step takes of it, in bytes.
+
+    Attributes:
+        needed: with all that torch would reserve.
+        least: without which a step runs out of memory.
+        room: capacity.
+    """
+
+    place: Place
+    needed: float
+    least: float
+    room: float
+
+    @property
+    def missing(self) -> float:
+        """Bytes missing at least; negative: left."""
+        return self.least - self.room
+
+    @property
+    def share(self) -> float:
+        return self.needed / self.room
 
 
 @dataclass(frozen=True)
@@ -97,23 +122,28 @@ class Bill:
 class Forecast:
     """The prediction for a workload on as many nodes as its layout needs, computed where it is asked for.
 
+    On a node without GPUs a step is in the host's memory.
+
     Attributes:
         unit: micro x dp has to divide it.
+        ranks: of a full node; None: one for each GPU, or all without GPUs.
     """
 
     work: Workload
     node: Node
     constants: Constants
     unit: int
+    ranks: int | None = None
 
     @property
     def nodes(self) -> int:
-        return math.ceil(self.work.layout.world / self.node.gpus)
+        return math.ceil(self.work.layout.world / self.ranks_here)
 
     @property
     def ranks_here(self) -> int:
         """Ranks on a full node."""
-        return min(self.work.layout.world, self.node.gpus)
+        world = self.work.layout.world
+        return min(world, self.ranks or self.node.gpus or world)
 
     @cached_property
     def stages(self) -> list[RankMemory]:
@@ -127,11 +157,15 @@ class Forecast:
     @property
     def fullest_rank(self) -> RankMemory:
         """Memory of a rank of the fullest stage."""
+        if not self.node.gpus:
+            return rank_memory.fullest_process(self.work, self.node.gpu, self.constants)
         return max(self._ends, key=lambda rank: rank.total)
 
     @property
     def host(self) -> float:
         """Bytes in a node's host memory."""
+        if not self.node.gpus:
+            return self.ranks_here * self.fullest_rank.total
         return self.ranks_here * max(rank.host for rank in self._ends)
 
     @property
@@ -144,18 +178,28 @@ class Forecast:
         """Bytes left on the fullest GPU by all that torch would reserve; negative: missing."""
         return self.node.gpu.memory_bytes - self.fullest_rank.total
 
+    @cached_property
+    def memories(self) -> tuple[Filled, ...]:
+        """What is taken of the fullest GPU, if there are any, and of a node's host memory."""
+        memory = self.node.memory
+        host = Filled("host", self.host, self.host, memory.host_bytes)
+        if not memory.gpus:
+            return (host,)
+        rank = self.fullest_rank
+        return Filled("GPU", rank.total, rank.least, memory.gpu_bytes), host
+
     @property
-    def missing(self) -> tuple[float, float]:
-        """Bytes missing on the fullest GPU, and in a node's host memory, at least; negative: left."""
-        room = self.node.host.memory_gb * 1e9
-        return self.fullest_rank.least - self.node.gpu.memory_bytes, self.host - room
+    def binding(self) -> Filled:
+        """The memory that runs out, or the fullest one."""
+        return max(self.memories, key=lambda each: (each.missing > 0, each.share))
 
     @cached_property
     def verdict(self) -> Verdict:
         """fits: with all that torch would reserve; snug: once it has given back what no tensor uses."""
-        if max(self.missing) > 0:
+        if any(each.missing > 0 for each in self.memories):
             return "out of memory"
-        return "snug" if self.margin < 0 else "fits"
+        snug = any(each.needed > each.room for each in self.memories)
+        return "snug" if snug else "fits"
 
     @cached_property
     def time(self) -> StepTime | None:
@@ -253,10 +297,11 @@ def forecast(
     node: Node,
     constants: Constants | None = None,
     unit: int | None = None,
+    ranks: int | None = None,
 ) -> Forecast:
     """Predict a step; by default with the fitted constants, and this global batch as the unit."""
     known = constants or fitted_constants()
-    return Forecast(work, node, known, unit or work.layout.global_batch)
+    return Forecast(work, node, known, unit or work.layout.global_batch, ranks)
 
 
 def speed(work: Workload, node: Node, seconds: float) -> PredictedSpeed:

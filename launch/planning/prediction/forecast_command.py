@@ -8,11 +8,13 @@ import math
 from bisect import bisect_left
 
 from launch.console import arguments, terminal
-from launch.planning.prediction import carrying_nodes, forecast_text, hardware, workload
-from launch.planning.prediction.forecast import forecast
+from launch.planning import carrying_nodes
+from launch.planning.memory_fit import fit, how
+from launch.planning.prediction import forecast_text, hardware
 from launch.planning.prediction.published_step import side_by_side
-from launch.planning.resolved_plans import plan_on_nodes
+from launch.planning.resolved_plans import processes
 from recipes import catalog
+from recipes.problems import ProblemsError, counted
 
 RULES = (
     ("--tokens", "--steps, --set steps", "both say how long the training is"),
@@ -31,14 +33,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("on what, and for how long").add_argument
     config = "DeepSpeed JSON, or the name of one of ds_configs/ (default: the recipe's)"
     add("--ds_config", metavar="FILE", help=config)
-    fits = "which nodes carry this recipe, with the JSON that it takes there; all nodes of the catalogue, or "
-    add("--fits", metavar="TABLE/ROW", help=f"{fits}that of --hardware")
+    fits = "whether this recipe fits, as written or with fewer data-parallel ranks, and if not with which "
+    fits += "JSON it would; on each node of the catalogue, or that of --hardware"
+    add("--fits", metavar="TABLE/ROW", help=fits)
     add(
         "--hardware",
         metavar="NODE",
         help=f"{hardware.ways_to_name()} (default: the recipe's)",
     )
-    nodes = "nodes (default: as many as the layout takes)"
+    nodes = "of them (default: 1; without --hardware as many as the layout takes)"
     add("--nodes", type=arguments.whole(1, 10**5), metavar="N", help=nodes)
     tokens = "what training on N tokens takes, instead of the recipe's steps"
     add("--tokens", type=arguments.whole(1, 10**15), metavar="N", help=tokens)
@@ -56,8 +59,14 @@ def run(args: argparse.Namespace) -> int:
         return _show_nodes(args)
     recipe = catalog.load(args.recipe, args.set, tiny=args.tiny, steps=args.steps)
     node = hardware.node_for(recipe, args.hardware)
-    plan = plan_on_nodes(recipe, args.ds_config or recipe.ds_config, node, args.nodes)
-    found = forecast(workload.of_plan(plan), node, unit=recipe.batch.unit)
+    nodes = args.nodes or 1
+    if not (args.nodes or args.hardware):
+        nodes = math.ceil(processes(recipe) / node.gpus)
+    placed = fit(recipe, node, nodes, args.ds_config)
+    plan = placed.plan
+    found = placed.forecast
+    if plan is None or found is None:
+        raise ProblemsError(placed.problems)
     name = catalog.full_name(args.recipe) + ("-tiny" if args.tiny else "")
     sizes = recipe.sizes
     tokens = found.work.tokens_per_step
@@ -70,9 +79,13 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(forecast_text.as_json(found, bill), indent=2))
         return 0
     page = forecast_text.page(found, name, bill, terminal.columns())
-    if not (args.set or args.tiny or args.ds_config):
+    fewer = recipe.parallel.dp not in (None, plan.layout.dp)
+    if not (args.set or args.tiny or args.ds_config or fewer):
         forecast_text.add_published(page, plan, side_by_side(plan, found.node))
-    page.notes(plan.notices)
+    idle = placed.gpus - placed.world
+    notes = [f"planned {how(placed)}, for want of GPUs"] if fewer else []
+    notes += [f"{counted(idle, 'GPU')} of {placed.gpus} stay idle"] if idle else []
+    page.notes([*notes, *plan.notices])
     print(page)
     return 0
 
@@ -83,6 +96,7 @@ def _show_nodes(args: argparse.Namespace) -> int:
     recipe = catalog.load(args.fits, args.set, tiny=args.tiny, steps=args.steps)
     names = [args.hardware] if args.hardware else hardware.names()
     nodes = [hardware.find(name) for name in names]
-    found = carrying_nodes.carriers(recipe, args.ds_config, nodes, args.nodes)
-    print(carrying_nodes.page(recipe, name, found, terminal.columns()))
-    return 0 if any(each.fits for each in found) else 1
+    count = args.nodes or 1
+    found = carrying_nodes.carriers(recipe, args.ds_config, nodes, count)
+    print(carrying_nodes.page(recipe, name, found, count, terminal.columns()))
+    return 0 if any(each.fit.fits for each in found) else 1

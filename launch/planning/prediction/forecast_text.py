@@ -11,7 +11,7 @@ from launch.planning.page import Page
 from launch.planning.prediction.constants import fitted
 from launch.planning.prediction.forecast import Bill, Forecast, PredictedSpeed, Remark
 from launch.planning.prediction.step_time import StepTime
-from recipes.problems import counted
+from recipes.problems import amount, counted
 
 CATEGORIES = {
     "weights": "weights",
@@ -76,11 +76,9 @@ def page(
     memory = found.node.gpu.memory_bytes
     largest = found.largest
     rank = found.fullest_rank
-    both = f"allocated {_gb(rank.allocated)}, reserved {_gb(rank.reserved)} of {memory / 1e9:.1f} GB"
+    both = f"allocated {amount(rank.allocated)}, reserved {amount(rank.reserved)} of {amount(memory)}"
     share = f"{both}; {rank.total / memory:.0%} with CUDA's context"
-    margin = (
-        f"{abs(found.margin) / 1e9:.1f} GB {'left' if found.margin >= 0 else 'missing'}"
-    )
+    margin = f"{amount(abs(found.margin))} {'left' if found.margin >= 0 else 'missing'}"
     recomputed = (
         f"{largest.recomputed} with every layer recomputed, {largest.kept} with none"
     )
@@ -199,7 +197,9 @@ def _add_memory(shown: Page, found: Forecast) -> None:
     sizes["reserved by torch"] = [rank.reserved for rank in ranks]
     sizes["CUDA context, NCCL"] = [rank.context for rank in ranks]
     sizes["sum"] = [rank.total for rank in ranks]
-    rows = [[name, *map(_gb, row)] for name, row in sizes.items()]
+    rows = [
+        [name, *(f"{size / 1e9:.2f}" for size in row)] for name, row in sizes.items()
+    ]
     rows.append(["at its fullest in the", *(rank.moment for rank in ranks)])
     headings = [
         "GB per GPU",
@@ -207,15 +207,11 @@ def _add_memory(shown: Page, found: Forecast) -> None:
     ]
     away = {"host memory": found.host, "NVMe": found.nvme}
     below = [
-        f"and {size / 1e9:,.3g} GB of {place} per node"
+        f"and {amount(size)} of {place} per node"
         for place, size in away.items()
         if size
     ]
     shown.table(rows, headings, "l" + "r" * len(ranks), below=below)
-
-
-def _gb(size: float) -> str:
-    return f"{size / 1e9:.2f}"
 
 
 def _stages(stages: list[int], count: int) -> str:

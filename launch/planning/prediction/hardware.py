@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, Field, PositiveFloat, PositiveInt, ValidationError
 
 from ds_configs.plan import GPU, Machine
+from launch.machine.memory import Memory
 from launch.planning.prediction import typed_hardware
 from recipes import files, yaml_lines
 from recipes.problems import Problem, ProblemsError, did_you_mean
@@ -21,6 +22,8 @@ from recipes.schema import Recipe, Strict
 SHOWN = "launch/planning/prediction/hardware.yaml"
 GIB = 2**30
 YAML = (".yaml", ".yml")
+# node whose CUDA context stands for that of a GPU that nothing is said of
+USUAL = "a100-80x8"
 Form = TypeVar("Form", bound=BaseModel)
 
 
@@ -106,6 +109,11 @@ class Node(Strict):
     """of the node besides its GPUs"""
 
     @property
+    def memory(self) -> Memory:
+        """The node's memory, on its GPUs and its host."""
+        return Memory(self.gpus, self.gpu.memory_bytes, self.host.memory_gb * 1e9)
+
+    @property
     def machine(self) -> Machine:
         """The node's abilities, for the resolver."""
         rates = self.gpu.tflops
@@ -151,6 +159,14 @@ def find(name: str, flag: str = "--hardware") -> Node:
     if name in known.nodes:
         return _node(name, known.nodes, known.gpus, f"of the catalogue ({SHOWN})")
     return _of_gpus(*typed_hardware.read(name, known.gpus, known.nodes, flag))
+
+
+def of_memory(memory: Memory) -> Node:
+    """Return a node of which only the memory is known; `memory.gpus` may be 0."""
+    usual = find(USUAL)
+    gpu = usual.gpu.model_copy(update={"memory_gib": memory.gpu_bytes / GIB})
+    host = usual.host.model_copy(update={"memory_gb": memory.host_bytes / 1e9})
+    return usual.model_copy(update={"gpus": memory.gpus, "gpu": gpu, "host": host})
 
 
 def names() -> list[str]:

@@ -9,9 +9,9 @@ from typing import NamedTuple
 from ds_configs.findings import ConfigError
 from launch.planning.prediction.forecast import largest_number
 from launch.planning.search import candidates, layout_search, shapes
-from launch.planning.search.candidates import Degrees, Exclusions, SearchQuestion
+from launch.planning.search.candidates import Degrees, SearchQuestion
 from launch.planning.search.layout_search import Candidate
-from launch.planning.search.ways import Way
+from launch.planning.search.ways import WAYS, Way
 from recipes.problems import Problem, ProblemsError
 
 STEP = 128  # of the hidden size, times tensor ranks: whole heads on each
@@ -29,11 +29,8 @@ class Largest(NamedTuple):
 def largest(question: SearchQuestion) -> list[Largest]:
     """Find the largest model of each way; the recipe states a micro-batch. Raises ProblemsError."""
     divisible = shaped(question, STEP * question.ranks, question.ranks)
-    layouts = layout_search.layouts(divisible, Exclusions())
-    found = [
-        over_layouts(question, way, layouts)
-        for way in candidates.ways_of(question.software)
-    ]
+    layouts = candidates.degrees(divisible)
+    found = [over_layouts(question, way, layouts) for way in WAYS]
     if all(each.problems for each in found):
         by_rule = {
             str(problem.rule): problem for each in found for problem in each.problems

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable
-from operator import attrgetter
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,10 +12,7 @@ from data.durable_files import write_atomically
 from ds_configs.findings import find, read
 from launch.console import arguments, launch_lines, new_output, terminal
 from launch.planning.page import Page
-from launch.planning.prediction import hardware, workload
-from launch.planning.prediction.forecast import forecast
-from launch.planning.prediction.forecast_text import remark_text
-from launch.planning.prediction.software import OURS, SYSTEMS
+from launch.planning.prediction import hardware
 from launch.planning.prediction.workload import Workload
 from launch.planning.search import (
     candidates,
@@ -36,9 +33,9 @@ from recipes.schema import Recipe
 
 ABOUT = """\
 Go through tensor x pipeline x data parallelism, ZeRO stage, offload,
-micro-batch and recomputation of a recipe on all GPUs of given nodes. Print
-the fastest layouts that fit, with memory, time and where it goes, and what
-every other choice would cost or why it cannot be had. With --out, write the
+micro-batch and recomputation of a recipe on all GPUs of given nodes; tensor
+parallelism stays inside a node unless --set parallel.tp asks for more. Print
+the fastest layouts that fit, with memory and time. With --out, write the
 first one as a DeepSpeed JSON. With --largest, grow the model instead until
 nothing more fits."""
 EXAMPLES = """\
@@ -56,10 +53,6 @@ examples:
       --set parallel.tp=8
       a degree that stays; so do parallel.pp, parallel.dp, batch.micro,
       batch.accumulation and activation_checkpointing
-  python launch/plan.py search --model 175b --hardware a100-80x8 --nodes 128 \\
-      --software megatron
-      what another system's interleaving and sequence parallelism would bring;
-      nothing is written
   python launch/plan.py search --model 1.3b --hardware a100-40x8 \\
       --ds_config my.json --out jobs/1.3b
       your own JSON, with the winner's stage, offload, degrees and batch in it
@@ -80,15 +73,10 @@ _UNDECIDED = (
 OPEN = tuple(f"{key}=null" for key in _UNDECIDED)
 
 RECOMPUTATION = "activation_checkpointing"
-# from the rest, where the recipe leaves them open
-DERIVED_KEYS = {"parallel.dp", "batch.accumulation"}
-# remarks about what the search has chosen among
-SETTLED = ("larger batch", "recomputation")
 GROWN = "--set model.layers, --set model.hidden, --set model.heads, --set model"
 
 RULES = (
     ("--global-batch", "--set batch.global", "both decide it"),
-    ("--out", "--software", "only what this engine runs is written"),
     (
         "--largest",
         "--model, --out, --top",
@@ -130,8 +118,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="N",
         help="of them (default: 1)",
     )
-    systems = f"another system, for study: {', '.join(candidates.STUDIED)}"
-    add("--software", choices=candidates.STUDIED, metavar="NAME", help=systems)
     add = parser.add_argument_group("what comes out").add_argument
     top = "layouts that are shown (default: %(default)s)"
     add("--top", type=arguments.whole(1, 1000), default=8, metavar="N", help=top)
@@ -153,7 +139,7 @@ def run(args: argparse.Namespace) -> int:
     name = catalog.full_name(flags.name) + "-tiny" * flags.tiny
     name += f" --model {args.model}" if args.model else ""
     page = search_text.page(answer, name, args.top, terminal.columns())
-    if answer.winner and question.software is OURS:
+    if answer.winner:
         launched(page, flags, question, answer.winner, out)
     print(page)
     return 0 if answer.winner else 1
@@ -180,10 +166,10 @@ def question_of(args: argparse.Namespace) -> tuple[RecipeFlags, SearchQuestion]:
     flags = RecipeFlags(name, overrides, args.tiny, args.steps)
     recipe = flags.load([*OPEN, *overrides.values()])
     base = read(find(args.ds_config)) if args.ds_config else None
-    software = SYSTEMS[args.software] if args.software else OURS
-    return flags, SearchQuestion(
-        recipe, node, args.nodes, RECOMPUTATION in overrides, base, software
-    )
+    found = SearchQuestion(recipe, node, args.nodes, base)
+    if RECOMPUTATION in overrides:
+        found = replace(found, recomputations=(recipe.activation_checkpointing,))
+    return flags, found
 
 
 class RecipeFlags(NamedTuple):
@@ -231,9 +217,7 @@ def launched(
         above=[f"to launch layout 1: {search_text.layout_words(layout)}"],
         below=below,
     )
-    remarks = forecast(workload.of_plan(plan), question.node).remarks
-    notes = [remark_text(each) for each in remarks if each.kind not in SETTLED]
-    page.notes([*notes, *plan.notices])
+    page.notes(plan.notices)
 
 
 def settings_of(flags: RecipeFlags, work: Workload) -> list[str]:
@@ -246,12 +230,7 @@ def settings_of(flags: RecipeFlags, work: Workload) -> list[str]:
         "batch.micro": work.layout.micro,
         "batch.accumulation": work.layout.accumulation,
         "parallel.sequence": work.sequence_parallel,
-        RECOMPUTATION: "selective" if work.selective else recomputation,
+        RECOMPUTATION: recomputation,
     }
-    own = flags.load([])
-    sets = {key: text for key, text in flags.overrides.items() if key not in decided}
-    for key, value in decided.items():
-        stated = attrgetter(key)(own)
-        if stated != value and not (stated is None and key in DERIVED_KEYS):
-            sets[key] = f"{key}={str(value).lower()}"
-    return list(sets.values())
+    sets = {key: f"{key}={str(value).lower()}" for key, value in decided.items()}
+    return list({**flags.overrides, **sets}.values())

@@ -49,7 +49,7 @@ def test_with_little_memory_training_waits_and_says_so_once(runs):
     run = runs["little memory"]
     assert [event[2] for event in run["events"] if event[0] == "saved"] == [False] * 3
     said = [event[1] for event in run["events"] if event[0] == "say" and "waits for the disk" in event[1]]
-    assert len(said) == 1 and "0 GB that are free" in said[0]
+    assert len(said) == 1 and "0 MB that are free" in said[0]
     assert run["files"] == runs["well"]["files"], "the same bytes"
 
 

@@ -304,7 +304,7 @@ def test_the_flags_of_both_files_are_a_training_that_resolves():
     (stated,) = re.findall(r"^TRAINING=\((.*)\)$", SBATCH, re.M)
     assert " ".join(flags).replace("=", " ") == stated
     done = run_ranks(1, ROOT / "launch" / "pretrain.py", *flags, "--plan", "--processes", 16)
-    assert done.returncode == 0 and "16 data parallel" in done.stdout, done.stdout
+    assert done.returncode == 0 and "x dp 16" in done.stdout, done.stdout
 
 
 def test_the_image_holds_what_is_packaged_and_the_pinned_torch():

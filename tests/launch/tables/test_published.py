@@ -12,6 +12,7 @@ from launch import recipe as command
 from launch.console import ends
 from launch.machine import memory
 from launch.planning import memory_fit, resolved_plans
+from launch.planning.prediction import hardware
 from launch.tables import listing, showing
 from recipes import catalog
 from recipes.problems import RecipeError
@@ -141,7 +142,7 @@ PP8 = "jeanzay_megatron_performance/18b-pp8-ga64-mb4"
 SHOWN = {  # arguments of show -> parts of what it prints
     PP8: [
         "18,437,670,912",
-        "4 tensor x 8 pipeline x 1 data parallel = 32 processes",
+        "tp 4 x pp 8 x dp 1 = 32 processes",
         "Throughput  90.5s",
         "TFlops      26.1",
         "parallel.tp = 4: 'TP=4 in all of entries'",
@@ -241,13 +242,14 @@ def test_a_full_disk_is_told_in_one_line(flags, monkeypatch, capsys):
 
 
 def test_fits_says_as_published_only_of_what_is():
-    many = memory.Memory(16, 80e9, 2e12)
+    many = hardware.of_memory(memory.Memory(16, 80e9, 2e12))
     for name, how in {
         "dgx2_bert_data_parallel/24x1024-b14": "as published",
         "parallel_kinds/3d": "as it is, on 8 processes",
         "sber_path_to_13b/02-small-data-parallel": "as it is, on 16 processes",
     }.items():
-        assert memory_fit.verdict(catalog.load(name), many) == (True, how)
+        found = memory_fit.fit(catalog.load(name), many)
+        assert found.fits and memory_fit.how(found) == how
 
 
 def test_bad_input_is_refused_at_once(tmp_path):

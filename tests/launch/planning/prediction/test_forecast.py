@@ -9,6 +9,7 @@ from launching import ROOT, run
 from planned import plan as planned_row
 from planned import work
 
+from launch.planning.memory_fit import fit
 from launch.planning.prediction import forecast_text
 from launch.planning.prediction.constants import fitted, fitted_constants
 from launch.planning.prediction.forecast import forecast
@@ -16,7 +17,6 @@ from launch.planning.prediction.hardware import find
 from launch.planning.prediction.published_step import side_by_side
 from launch.planning.prediction.rank_memory import fullest_rank
 from launch.planning.prediction.workload import on_system
-from launch.planning.resolved_plans import plan_on_nodes
 from recipes import catalog
 from recipes.layout import batch_schedule
 
@@ -79,7 +79,7 @@ def test_the_plan_says_what_is_allocated_and_what_is_reserved():
     rank = found.fullest_rank
     assert rank.allocated < rank.reserved == rank.allocated + rank.fragmentation
     said = str(forecast_text.page(found, "x", None, 100))
-    both = f"allocated {rank.allocated / 1e9:.2f}, reserved {rank.reserved / 1e9:.2f} of 34.1 GB"
+    both = f"allocated {rank.allocated / 1e9:.3g} GB, reserved {rank.reserved / 1e9:.3g} GB of 34.1 GB"
     assert f"FITS: {both}; {rank.total / found.node.gpu.memory_bytes:.0%}" in said
     (line,) = (line for line in said.splitlines() if line.strip().startswith("allocated by torch"))
     assert line.split()[-1] == f"{rank.allocated / 1e9:.2f}"
@@ -236,8 +236,7 @@ def test_a_host_that_is_too_small_limits_the_micro_batch():
 
 
 def test_bf16_on_a_v100_is_planned_as_it_would_run():
-    recipe = catalog.load("openwebtext/gpt2-124m")
-    plan = plan_on_nodes(recipe, recipe.ds_config, find("v100-32x8"), 2)
+    plan = fit(catalog.load("openwebtext/gpt2-124m"), find("v100-32x8"), 2).plan
     assert (plan.precision, plan.layout.world) == ("fp16", 16), "two nodes of eight; V100 has no bf16"
 
 
@@ -254,6 +253,18 @@ def test_the_command_shows_a_row_beside_its_published_numbers():
         "2.533",
     )
     assert [words for words in blocks if words not in done.stdout] == []
+
+
+def test_fewer_ranks_and_idle_gpus_are_said():
+    """Only as many data-parallel ranks as there are GPUs, and no printed time beside another layout's."""
+    done = run([*COMMAND, "--recipe", TENSOR, "--hardware", "dgx2", "--set", "parallel.dp=1"])
+    assert "! 8 GPUs of 16 stay idle" in done.stdout and "planned with" not in done.stdout
+    row = "jeanzay_megatron_max_size_16gb/22b-g256"
+    done = run([*COMMAND, "--recipe", row, "--nodes", "16"], env={"COLUMNS": "150"})
+    sets = "--set parallel.dp=1 --set batch.accumulation=null"
+    assert f"! planned with {sets}: 64 of 256 processes, for want of GPUs" in done.stdout
+    assert "tp 4 x pp 16 x dp 1" in done.stdout and "ran it" not in done.stdout
+    assert "as megatron ran it" in run([*COMMAND, "--recipe", row]).stdout
 
 
 def test_json_has_every_number():
@@ -282,7 +293,7 @@ def test_published_numbers_stand_beside_their_own_step_alone():
     [
         (["--recipe", "default/sotu"], "no --hardware, and the recipe names none"),
         (["--recipe", "default/sotu", "--hardware", "a100x8"], "it may be a100-40 or a100-80"),
-        (["--recipe", TENSOR, "--nodes", "3"], "tp x pp x dp = processes"),
+        (["--recipe", TENSOR, "--hardware", "v100-32x4"], "tp 8 x pp 1 on 4 GPUs"),
         (["--recipe", "default/sotu", "--hardware", "dgx2", "--set", "model.heads=7"], "heads"),
         (["--recipe", "bert/sotu", "search", "--hardware", "dgx2"], "plan.py search --recipe"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 
 import pytest
 
@@ -44,7 +45,7 @@ def test_it_fits_and_no_wider_or_deeper_one_does_under_any_layout(line):
         assert best.forecast.verdict == "fits" and best.way == way
         assert best.work.layout.world == question.ranks and best.work.layout.micro == 1
         model = best.work.model
-        for tp in divisors(question.ranks):
+        for tp in divisors(question.node.gpus):
             for pp in divisors(question.ranks // tp):
                 at = Degrees(tp, pp, question.ranks // (tp * pp))
                 width = largest.STEP * tp * (model.hidden // (largest.STEP * tp) + 1)
@@ -64,6 +65,10 @@ def test_printed_sizes_stand_next_to_what_is_found(capsys):
     assert "printed of 64 GPUs on 16 nodes of this kind: 61B, 64x9216 (Megatron-LM); 91B, 64x11264" in shown
     assert float(shown.partition("ZeRO-1 ")[2].split()[0]) > 61
     assert float(shown.partition("ZeRO-3 offload ")[2].split()[0]) > 91
+    degrees = re.findall(r" (\d+)x\d+x\d+ ", shown)
+    assert len(degrees) == len(WAYS) and {*degrees} <= {"1", "2", "4"}, (
+        "none across nodes, as the document rules"
+    )
 
 
 @pytest.mark.parametrize(("hardware", "printed"), [("v100-32x4", "2"), ("2080ti", "0.7"), ("dgx2", None)])
@@ -105,7 +110,7 @@ def test_where_nothing_fits_it_says_so(capsys):
     ("line", "says"),
     [
         ("--hardware v100-32x8 --set parallel.tp=3", "8 GPUs, parallel.tp=3"),
-        ("--hardware v100-32x8 --set batch.micro=7", "make that batch"),
+        ("--hardware v100-32x8 --set batch.micro=7", "batch.micro=7: .* make a batch of 512"),
         ("--hardware v100-32x8 --set parallel.pp=8 --set parallel.sequence=true", "positions out"),
     ],
 )
