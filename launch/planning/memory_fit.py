@@ -9,7 +9,6 @@ from typing import Literal, get_args
 
 from ds_configs.findings import ConfigError
 from ds_configs.plan import Plan
-from launch.machine.memory import Memory
 from launch.planning.prediction import hardware, rank_memory, workload
 from launch.planning.prediction.constants import fitted_constants
 from launch.planning.prediction.forecast import Forecast, Verdict, forecast
@@ -97,12 +96,6 @@ def fit(
     if not found:
         return Fit(recipe, file, gpus, problems=problems)
     return min(found, key=lambda each: BEST_FIRST.index(each.verdict))
-
-
-def on_machine(plan: Plan, memory: Memory, ranks: int) -> Forecast:
-    """Forecast a plan on a machine of which only the memory is known, with `ranks` of its processes."""
-    node = hardware.of_memory(memory)
-    return forecast(workload.of_plan(plan), node, ranks=ranks)
 
 
 def _with_dp(recipe: Recipe, dp: int) -> Recipe:

@@ -126,14 +126,12 @@ class Forecast:
 
     Attributes:
         unit: micro x dp has to divide it.
-        ranks: of a full node; None: one for each GPU, or all without GPUs.
     """
 
     work: Workload
     node: Node
     constants: Constants
     unit: int
-    ranks: int | None = None
 
     @property
     def nodes(self) -> int:
@@ -141,9 +139,9 @@ class Forecast:
 
     @property
     def ranks_here(self) -> int:
-        """Ranks on a full node."""
+        """Ranks on a full node: one for each GPU, or all without GPUs."""
         world = self.work.layout.world
-        return min(world, self.ranks or self.node.gpus or world)
+        return min(world, self.node.gpus or world)
 
     @cached_property
     def stages(self) -> list[RankMemory]:
@@ -297,11 +295,10 @@ def forecast(
     node: Node,
     constants: Constants | None = None,
     unit: int | None = None,
-    ranks: int | None = None,
 ) -> Forecast:
     """Predict a step; by default with the fitted constants, and this global batch as the unit."""
     known = constants or fitted_constants()
-    return Forecast(work, node, known, unit or work.layout.global_batch, ranks)
+    return Forecast(work, node, known, unit or work.layout.global_batch)
 
 
 def speed(work: Workload, node: Node, seconds: float) -> PredictedSpeed:
