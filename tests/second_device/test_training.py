@@ -144,8 +144,6 @@ def published() -> list[str]:
 @pytest.mark.parametrize("name", published())
 def test_a_row_of_every_published_table_trains(tmp_path, name):
     recipe = catalog.load(name, tiny=True)
-    if recipe.model.implementation == "transformers":
-        pytest.skip("accelerate does not know the device, and takes the world for one rank")
     flags = ["--recipe", name, "--tiny", "--steps", 2, "--out", tmp_path / "run"]
     done = run_ranks(resolved_plans.processes(recipe), PRETRAIN, *flags, env=on_board(), timeout=300)
     assert done.returncode == 0, done.stdout[-3000:]
@@ -212,7 +210,7 @@ FOUR = ("batch.micro=1", "batch.global=4")
     [
         (GPT2, "zero0", (), 1),
         (GPT2, "zero1", (), 1),
-        (GPT2, "zero1", (DROPOUT,), 1),
+        pytest.param(GPT2, "zero1", (DROPOUT,), 1, marks=pytest.mark.ci),
         (BERT, "zero1", (), 1),
         (BERT, "zero1", (DROPOUT,), 1),
         (GPT2, "zero2", (), 1),
