@@ -8,11 +8,10 @@ import shutil
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from launching import ROOT, WORKERS, run_ranks
-from second_device.running import needed, on_board, train_layouts
+from second_device.running import check_equal, needed, on_board, train_layouts
 
 from launch.experiments.parity.layout_cases import LayoutCase
 from recipes import catalog
@@ -107,6 +106,13 @@ def test_deepspeeds_own_step_reduces_such_gradients_in_peace_too(tmp_path):
     assert alone.returncode != 0 and RACE in alone.stdout, alone.stdout[-3000:]
 
 
+@pytest.mark.ci
+def test_a_bucket_below_a_parameter_has_the_cpus_losses(tmp_path):
+    bucket = str(with_bucket(tmp_path, "zero2", BELOW))
+    cases = [LayoutCase(f"x{accumulation}", 1, 1, 2, bucket, accumulation) for accumulation in (1, 3)]
+    check_equal(tmp_path, catalog.DEFAULT_RECIPE, [*SETTINGS, "precision=fp32"], cases)
+
+
 # The second tier
 
 
@@ -116,17 +122,11 @@ def open_or_of(name: str, precision: str) -> bool:
     return config.get(precision, {}).get("enabled", False) is not False
 
 
-def swept() -> list[Any]:
-    """JSON, ranks and precision; one in `.ci/run`."""
-    names = [name for name in JSONS if name != "zero_infinity"]  # libaio
-    every = itertools.product(names, (2, 4), ("bf16", "fp16"))
-    in_ci = pytest.param("zero2", 2, "bf16", marks=pytest.mark.ci)
-    return [in_ci if case == in_ci.values else case for case in every]
-
-
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("name", "ranks", "precision"), swept())
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", [name for name in JSONS if name != "zero_infinity"])  # libaio
 def test_every_json_trains_with_every_bucket(tmp_path, name, ranks, precision):
     if not open_or_of(name, precision):
         pytest.skip("the JSON has another precision")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from launching import ROOT, WORKERS, run_ranks
-from second_device.running import needed, on_board
+from second_device.running import apart, needed, on_board
 
 from launch.checkpoints import manifest, run_checkpoints
 from launch.records.metrics import read_metrics
@@ -40,10 +40,10 @@ def losses(run: Path) -> dict[int, float]:
     return {step.step: step.loss for step in read_metrics(run / "metrics.jsonl").steps}
 
 
-def check_equal(found: dict[int, float], expected: dict[int, float]) -> None:
+def check_losses(found: dict[int, float], expected: dict[int, float]) -> None:
     """Check that steps have the same losses; the largest difference is printed (pytest -s)."""
     assert found.keys() == expected.keys() != set()
-    print("largest difference of a loss:", max(abs(found[step] - expected[step]) for step in found))
+    print("differs by at most", apart(found.values(), expected.values()))
     assert found == pytest.approx(expected, abs=2e-6)
 
 
@@ -53,7 +53,7 @@ def begun(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("begun")
     words = ("--tiny", "--steps", 6, "--ds_config", "zero1")
     found = [train(folder / place, *words, settings=SAVED, place=place) for place in PLACES]
-    check_equal(*found)
+    check_losses(*found)
     return folder
 
 
@@ -68,7 +68,7 @@ def stopped(begun, tmp_path) -> Path:
 def test_a_resumed_run_is_proven_and_goes_on(begun, stopped, tmp_path):
     """From ZeRO-1 into ZeRO-3 of two ranks."""
     words = ("--resume", "--ds_config", "zero3", "--set", "parallel.dp=2")
-    check_equal(train(tmp_path / "run", *words, ranks=2), losses(begun / "cpu"))
+    check_losses(train(tmp_path / "run", *words, ranks=2), losses(begun / "cpu"))
 
 
 def test_a_resumed_run_that_is_not_what_was_saved_is_refused(stopped, tmp_path):
@@ -93,7 +93,7 @@ def test_a_branch_goes_its_own_way(begun, tmp_path):
     found = [
         train(tmp_path / place, "--branch", f"{begun / place}@4", *words, place=place) for place in PLACES
     ]
-    check_equal(*found)
+    check_losses(*found)
     assert found[0][6] != pytest.approx(losses(begun / "board")[6], abs=1e-3), "its rate is another"
 
 
@@ -107,13 +107,13 @@ def test_a_json_is_followed(tmp_path):
     config = {**LOOP, "train_batch_size": 8, "zero_optimization": {"stage": 2}, "scheduler": scheduler}
     (tmp_path / "ds.json").write_text(json.dumps(config))
     words = ("--tiny", "--steps", 5, "--follow", tmp_path / "ds.json")
-    check_equal(*(train(tmp_path / place, *words, settings=SETTINGS, place=place) for place in PLACES))
+    check_losses(*(train(tmp_path / place, *words, settings=SETTINGS, place=place) for place in PLACES))
 
 
 def test_the_modules_of_transformers_train(tmp_path):
     how = {"settings": (*SETTINGS, "model.implementation=transformers"), "ranks": 2}
     words = ("--tiny", "--steps", 4, "--ds_config", "zero3")
-    check_equal(*(train(tmp_path / place, *words, **how, place=place) for place in PLACES))
+    check_losses(*(train(tmp_path / place, *words, **how, place=place) for place in PLACES))
 
 
 def test_an_adopted_run_has_the_losses_that_it_had_itself(tmp_path):
@@ -127,4 +127,4 @@ def test_an_adopted_run_has_the_losses_that_it_had_itself(tmp_path):
     schedule = "schedule={kind: constant, warmup_steps: 0, min_lr: 0}"
     found = train(tmp_path / "ours", *words, "--ds_config", "zero2", settings=(schedule, *SETTINGS[2:]))
     theirs = json.loads((tmp_path / "loop/losses.json").read_text())
-    check_equal(found, {step: theirs[step - 1] for step in (7, 8, 9)})
+    check_losses(found, {step: theirs[step - 1] for step in (7, 8, 9)})

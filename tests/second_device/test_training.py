@@ -11,7 +11,7 @@ import pytest
 from compared import check_all_layouts
 from launching import ROOT, WORKERS, environment, run, run_ranks
 from rank_server import free_port
-from second_device.running import needed, on_board, train_layouts
+from second_device.running import check_equal, needed, on_board, train_layouts
 
 from data.durable_files import cache_directory
 from launch.experiments.parity.layout_cases import LayoutCase
@@ -32,15 +32,6 @@ TWO_RANKS = [
     LayoutCase("pp2", 1, 2, 1, "pipeline", accumulation=4),
 ]
 JSONS = sorted(path.stem for path in (ROOT / "ds_configs").glob("*.json"))
-
-
-def check_equal(tmp_path, recipe, settings, cases, steps=3, tolerance=2e-6):
-    """Check that every case has the losses of the same case on the CPU."""
-    here = train_layouts(recipe, settings, cases, tmp_path / "board", steps, on_board())
-    there = train_layouts(recipe, settings, cases, tmp_path / "cpu", steps)
-    for name, outcome in here.items():
-        assert outcome.failure is None and len(outcome.losses) == steps, f"{name}: {outcome.failure}"
-        assert outcome.losses == pytest.approx(there[name].losses, abs=tolerance), name
 
 
 @pytest.mark.ci
