@@ -53,6 +53,11 @@ def current_stream(device: torch.device | str | int | None = None) -> torch.Stre
     return torch.accelerator.current_stream(place(device))
 
 
+def default_stream(device: torch.device | str | int | None = None) -> torch.Stream:
+    kind = current_stream(device).device_type
+    return torch.Stream(stream_id=0, device_index=index(device), device_type=kind)
+
+
 def properties(device: torch.device | str | int | None = None) -> types.SimpleNamespace:
     memory = C.memory()["limit"]
     uuid = f"board-{os.environ.get('HOME')}-{index(device)}"  # machines of tests have homes of their own
@@ -85,7 +90,7 @@ def _register() -> None:
         synchronize=lambda device=None: C.synchronize(index(device)),
         stream=using_stream,
         current_stream=current_stream,
-        default_stream=lambda device=None: torch.Stream(device=place(device), stream_id=0),
+        default_stream=default_stream,
         Stream=lambda device=None, priority=0: torch.Stream(device=place(device)),
         Event=lambda enable_timing=False, **_: torch.Event(device="board", enable_timing=enable_timing),
         manual_seed=lambda seed: generator().manual_seed(seed),

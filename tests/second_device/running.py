@@ -47,6 +47,27 @@ def train_layouts(
     return {outcome.name: outcome for outcome in run_cases(shrunk, list(cases), out, start=start)}
 
 
+def check_equal(
+    out: Path,
+    recipe: str,
+    settings: Sequence[str],
+    cases: Sequence[LayoutCase],
+    steps: int = 3,
+    tolerance: float = 2e-6,
+) -> None:
+    """Check that every case has the losses of the same case on the CPU."""
+    here = train_layouts(recipe, settings, cases, out / "board", steps, on_board())
+    there = train_layouts(recipe, settings, cases, out / "cpu", steps)
+    for name, outcome in here.items():
+        assert outcome.failure is None and len(outcome.losses) == steps, f"{name}: {outcome.failure}"
+        print(name, "differs by at most", apart(outcome.losses, there[name].losses))
+        assert outcome.losses == pytest.approx(there[name].losses, abs=tolerance), name
+
+
+def apart(found: Iterable[float], expected: Iterable[float]) -> float:
+    return max(abs(one - other) for one, other in zip(found, expected, strict=True))
+
+
 def _start(env: dict[str, str] | None, processes: int, jobs: Path, log: Path) -> None:
     script = ROOT / "launch/experiments/parity/layout_runs.py"
     log.write_text(run_ranks(processes, script, jobs, env=env, timeout=500).stdout)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 from launching import ROOT, WORKERS, run_ranks
-from second_device.running import needed, on_board, train_layouts
+from second_device.running import check_equal, needed, on_board, train_layouts
 
 from launch.experiments.parity.layout_cases import LayoutCase
 from recipes import catalog
@@ -33,12 +34,14 @@ TIGHT = (
 )
 
 
-def with_bucket(folder: Path, name: str, size: int, **more: object) -> Path:
+def with_bucket(folder: Path, name: str, size: int, *, round_robin: bool = False, **more: object) -> Path:
     """Write the JSON with buckets and prefetches of `size` elements, reduced beside the computation."""
     config = json.loads((ROOT / "ds_configs" / f"{name}.json").read_text())
     zero = config["zero_optimization"]
     if zero["stage"] > 0:
         zero |= {"overlap_comm": True, "reduce_bucket_size": size, "allgather_bucket_size": size}
+    if round_robin:
+        zero["round_robin_gradients"] = True
     if zero["stage"] == 3:
         zero["stage3_prefetch_bucket_size"] = size
     config["fp16"]["initial_scale_power"] = 10  # no step is skipped
@@ -59,9 +62,12 @@ def failures(folder: Path, precision: str, cases: Iterable[LayoutCase]) -> dict[
     return found
 
 
-def train_two_ranks(folder: Path, stage: int, script: Path) -> subprocess.CompletedProcess[str]:
+def train_two_ranks(
+    folder: Path, stage: int, script: Path, *, round_robin: bool = False
+) -> subprocess.CompletedProcess[str]:
     """Train in bf16 with sums in fp32, where the largest gradients exceed the bucket and a half."""
-    path = with_bucket(folder, f"zero{stage}", 10_000, communication_data_type="fp32")
+    fp32 = {"communication_data_type": "fp32"}
+    path = with_bucket(folder, f"zero{stage}", 10_000, round_robin=round_robin, **fp32)
     flags = ["--tiny", "--steps", 3, "--ds_config", path, "--out", folder / "run"]
     for setting in TIGHT:
         flags += ["--set", setting]
@@ -81,10 +87,30 @@ def test_a_gradient_larger_than_the_bucket_is_reduced_in_peace(tmp_path, stage):
     assert done.returncode == 0, done.stdout[-3000:]
 
 
+RACE = "writes memory that a copy on stream 2 writes, and has not waited for it"
+
+
 def test_deepspeed_alone_frees_gradients_that_are_being_reduced(tmp_path):
     done = train_two_ranks(tmp_path, 2, WORKERS / "freed_gradients.py")
     assert done.returncode != 0, "launch/deepspeed_fixes/freed_gradients.py can go"
-    assert "writes memory that a copy on stream 2 writes, and has not waited for it" in done.stdout
+    assert RACE in done.stdout
+
+
+@pytest.mark.ci
+def test_deepspeeds_own_step_reduces_such_gradients_in_peace_too(tmp_path):
+    mended = train_two_ranks(tmp_path, 2, ROOT / "launch/pretrain.py", round_robin=True)
+    assert mended.returncode == 0, mended.stdout[-3000:]
+    assert "round_robin_gradients: DeepSpeed's own step" in mended.stdout
+    shutil.rmtree(tmp_path / "run")
+    alone = train_two_ranks(tmp_path, 2, WORKERS / "freed_gradients.py", round_robin=True)
+    assert alone.returncode != 0 and RACE in alone.stdout, alone.stdout[-3000:]
+
+
+@pytest.mark.ci
+def test_a_bucket_below_a_parameter_has_the_cpus_losses(tmp_path):
+    bucket = str(with_bucket(tmp_path, "zero2", BELOW))
+    cases = [LayoutCase(f"x{accumulation}", 1, 1, 2, bucket, accumulation) for accumulation in (1, 3)]
+    check_equal(tmp_path, catalog.DEFAULT_RECIPE, [*SETTINGS, "precision=fp32"], cases)
 
 
 # The second tier

@@ -11,7 +11,7 @@ import pytest
 from compared import check_all_layouts
 from launching import ROOT, WORKERS, environment, run, run_ranks
 from rank_server import free_port
-from second_device.running import needed, on_board, train_layouts
+from second_device.running import check_equal, needed, on_board, train_layouts
 
 from data.durable_files import cache_directory
 from launch.experiments.parity.layout_cases import LayoutCase
@@ -34,15 +34,6 @@ TWO_RANKS = [
     LayoutCase("pp2", 1, 2, 1, "pipeline", accumulation=4),
 ]
 JSONS = sorted(path.stem for path in (ROOT / "ds_configs").glob("*.json"))
-
-
-def check_equal(tmp_path, recipe, settings, cases, steps=3, tolerance=2e-6):
-    """Check that every case has the losses of the same case on the CPU."""
-    here = train_layouts(recipe, settings, cases, tmp_path / "board", steps, on_board())
-    there = train_layouts(recipe, settings, cases, tmp_path / "cpu", steps)
-    for name, outcome in here.items():
-        assert outcome.failure is None and len(outcome.losses) == steps, f"{name}: {outcome.failure}"
-        assert outcome.losses == pytest.approx(there[name].losses, abs=tolerance), name
 
 
 @pytest.mark.ci
@@ -169,8 +160,6 @@ def published() -> list[str]:
 @pytest.mark.parametrize("name", published())
 def test_a_row_of_every_published_table_trains(tmp_path, name):
     recipe = catalog.load(name, tiny=True)
-    if recipe.model.implementation == "transformers":
-        pytest.skip("accelerate does not know the device, and takes the world for one rank")
     flags = ["--recipe", name, "--tiny", "--steps", 2, "--out", tmp_path / "run"]
     done = run_ranks(resolved_plans.processes(recipe), PRETRAIN, *flags, env=on_board(), timeout=300)
     assert done.returncode == 0, done.stdout[-3000:]
@@ -237,7 +226,7 @@ FOUR = ("batch.micro=1", "batch.global=4")
     [
         (GPT2, "zero0", (), 1),
         (GPT2, "zero1", (), 1),
-        (GPT2, "zero1", (DROPOUT,), 1),
+        pytest.param(GPT2, "zero1", (DROPOUT,), 1, marks=pytest.mark.ci),
         (BERT, "zero1", (), 1),
         (BERT, "zero1", (DROPOUT,), 1),
         (GPT2, "zero2", (), 1),

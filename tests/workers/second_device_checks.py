@@ -183,8 +183,18 @@ def collectives_give_what_gloo_gives() -> None:
     assert is_full_of(part, float(rank * world)) and is_full_of(got, 7.0 if rank else -1.0)
 
 
+def adam_counts_on_the_host() -> None:
+    parameter = torch.nn.Parameter(filled(1.0))
+    parameter.grad = filled(1.0)
+    adam = torch.optim.AdamW([parameter], fused=True)
+    adam.step()
+    adam.state[parameter]["step"] = torch.tensor(1.0)
+    adam.step()
+
+
 def a_host_tensor_among_those_of_the_device() -> None:
-    for wrong in (lambda: filled(1.0) + torch.ones(SIZE), lambda: filled(1.0).add_(torch.ones(SIZE))):
+    added = lambda: filled(1.0) + torch.ones(SIZE), lambda: filled(1.0).add_(torch.ones(SIZE))
+    for wrong in (*added, adam_counts_on_the_host):
         try:
             wrong()
         except RuntimeError as error:

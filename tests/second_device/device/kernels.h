@@ -115,13 +115,16 @@ class Call {
     return value;
   }
 
-  // Where the call runs; refuses tensors of the host, but numbers and, as CUDA does, indices.
+  // Where the call runs; refuses tensors of the host, but numbers and, as CUDA does, indices. CUDA's fused
+  // optimizers read a list of numbers, the steps, where they lie.
   void find_device() {
+    const bool fused = schema_.name().rfind("aten::_fused_", 0) == 0;
     bool of_host = false;
     for (auto& value : given_) {
+      const int64_t least = fused && value.isTensorList() ? 0 : 1;
       each_tensor(value, [&](const Tensor& t) {
         if (on_board(t) && !device_) device_ = t.device();
-        if (t.defined() && t.device().is_cpu() && t.dim() > 0 && !value.isOptionalTensorList()) of_host = true;
+        if (t.defined() && t.device().is_cpu() && t.dim() >= least && !value.isOptionalTensorList()) of_host = true;
       });
       if (value.isDevice() && !device_) device_ = value.toDevice();
     }

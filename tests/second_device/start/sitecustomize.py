@@ -1,7 +1,8 @@
 """Give every Python process with DS_ACCELERATOR=board and this folder on PYTHONPATH the second device.
 
 DeepSpeed chooses its accelerator where `deepspeed.accelerator.real_accelerator` is first asked. The device is
-registered when that module is loaded, so that programs that never load DeepSpeed pay nothing.
+registered when that module is loaded, so that programs that never load DeepSpeed pay nothing. accelerate has a
+list of devices, which is changed when it is loaded.
 """
 
 import importlib.abc
@@ -9,24 +10,35 @@ import importlib.util
 import os
 import sys
 
-CHOOSER = "deepspeed.accelerator.real_accelerator"
+
+def choose(module):
+    from second_device.accelerator import BoardAccelerator
+
+    module.ds_accelerator = BoardAccelerator()
+
+
+def add_device(module):
+    from second_device.accelerator import add_to_accelerate
+
+    add_to_accelerate(module)
+
+
+AFTER = {"deepspeed.accelerator.real_accelerator": choose, "accelerate.state": add_device}
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """Finds the module that chooses, and has it choose the second device."""
+    """Finds the modules of `AFTER`, and has each changed once it is loaded."""
 
     def find_spec(self, name, path, target=None):
-        if name != CHOOSER:
+        change = AFTER.pop(name, None)
+        if change is None:
             return None
-        sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         load = spec.loader.exec_module
 
         def exec_module(module):
             load(module)
-            from second_device.accelerator import BoardAccelerator
-
-            module.ds_accelerator = BoardAccelerator()
+            change(module)
 
         spec.loader.exec_module = exec_module
         return spec
