@@ -29,7 +29,8 @@ from recipes.tasks import TASKS
 if TYPE_CHECKING:
     from data.corpus import Corpus
     from launch.evaluation.finetuning_recipe import Wishes
-    from launch.training.run import TrainingRun
+    from launch.training.early_ends import EarlyStop
+    from launch.training.run import Start
 
 SPLITS = ("train", "dev", "dev_mismatched", "test", "test_mismatched")
 EXAMPLES = """\
@@ -236,6 +237,7 @@ def checked(args: argparse.Namespace) -> Training:
     """
     from data.tasks import corpus as task_corpus
     from launch.evaluation import pretrained
+    from launch.evaluation.finetuning import checkpoints
     from launch.evaluation.finetuning_recipe import recipe_of
     from launch.machine import description
     from launch.weights.initial_weights import InitialWeights
@@ -260,10 +262,10 @@ def checked(args: argparse.Namespace) -> Training:
     )
     scores: list[TaskScore] = []
 
-    def after(run: TrainingRun) -> None:
-        from launch.evaluation.finetuning_predictions import predict
+    def loop(start: Start) -> EarlyStop | None:
+        from launch.evaluation.finetuning import train
 
-        scores.extend(predict(run, corpus))
+        return train(start, corpus, scores)
 
     def outcome(_: Corpus) -> Ending:
         if encoder:
@@ -276,7 +278,8 @@ def checked(args: argparse.Namespace) -> Training:
         False,
         machine.emulated_fp16,
         lambda meeting: corpus,
-        after,
+        loop,
+        checkpoints,
         outcome,
     )
 
