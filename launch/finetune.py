@@ -1,4 +1,4 @@
-"""Fine-tune a BERT on a task, predict its splits and score them, under any layout of pretraining.
+"""Fine-tune a BERT on a task by transformers' Trainer, predict its splits and score them.
 
 deepspeed launch/finetune.py --task sst2 --init RUN
 """
@@ -46,8 +46,9 @@ examples:
       --train train.jsonl --dev dev.jsonl
       the control: the same shape and vocabulary, weights drawn at random
   deepspeed --num_gpus 4 launch/finetune.py --task mnli --init RUN \\
-      --ds_config zero3 --set parallel.tp=2
-      any layout: tensor and pipeline parallelism, ZeRO 0 to 3, offload
+      --ds_config zero3
+      several GPUs: ZeRO 0 to 3 and offload; ZeRO-3 cuts a model that is too
+      large for one
   python launch/finetune.py --task squad1 --init RUN --seeds 5 --ensemble \\
       --out runs/squad
       five seeds, their median and ensemble; the same command goes on where it
@@ -62,12 +63,13 @@ is optional, and its labels may be hidden. GLUE's own TSV, SQuAD's own JSON and
 RACE's own directories are read too. A broken example is counted and named; it
 is left out, but in --test predicted from what is readable of it.
 what comes out: result.json has the scores of every split;
-RUN/predictions/SPLIT has the files of the task's submission and the logits.
-To stop and to resume: as launch/pretrain.py, with Ctrl-C and --resume.
+RUN/predictions/SPLIT has the files of the task's submission and the logits;
+RUN/checkpoints/checkpoint-N is loaded by from_pretrained.
+To stop and to resume: as launch/pretrain.py, with Ctrl-C and --resume, on as
+many processes and with the same --ds_config.
 exit codes: 0 done or stopped on request, 1 failed, 2 refused before anything
 was started, 3 diverged,
 4 a rank hung,
-5 numbers changed by themselves,
 6 trained and saved, but not all was recorded."""
 
 SEVERAL = "--seeds, --ensemble"

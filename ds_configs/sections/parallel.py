@@ -121,7 +121,7 @@ def _check_model(
             fix = "take another --ds_config (zero1, zero2, zero3)"
             if recipe.task is None:
                 fix += ", or --set model.implementation=megarecipes"
-            elif degree.key.startswith("parallel."):
+            else:
                 fix = f"set {degree.key} to 1; --ds_config zero3 cuts a model that is too large"
             rule = "its modules are cut by ZeRO alone"
             problems.append(Problem(degree.key, came, rule, fix))

@@ -256,7 +256,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(folder, tmp_path, re
         "only MNLI has examples of other genres": ["--dev_mismatched", folder / "dev.jsonl"],
         "sequence_length": ["--sequence_length", 128],
         "its BERT is cut by ZeRO alone; set parallel.tp to 1": ["--set", "parallel.tp=2"],
-        "its modules are cut by ZeRO alone; take another --ds_config": ["--ds_config", "pipeline", "--plan"],
+        "its modules are cut by ZeRO alone; set parallel.pp to 1": ["--ds_config", "pipeline", "--plan"],
         "heads of tasks are those of transformers": ["--set", "model.implementation=megarecipes"],
         "Trainer's own loop takes the steps": ["--set", "run.check_every=2"],
         "modules run uncompiled": ["--compile", "on"],

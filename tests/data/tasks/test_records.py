@@ -177,9 +177,7 @@ def test_the_hub_out_of_reach_is_refused_with_the_fix(monkeypatch):
         raise ConnectionError("no route")
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    with pytest.raises(
-        ProblemsError, match=r"glue train: datasets cannot read it: no route; .*--train FILE"
-    ):
+    with pytest.raises(ProblemsError, match=r"glue train: datasets cannot read it: no route; .*--train FILE"):
         read_split(SST2, "train", None)
 
 
