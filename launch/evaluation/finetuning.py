@@ -206,11 +206,11 @@ class TaskTrainer(OwnOptimizerTrainer):
     ) -> Any:
         self.watchdog.advance()
         outputs = model(**inputs)
-        loss = outputs.loss
+        logits, targets = _pairs(outputs, inputs)
+        loss = _loss(logits, targets)  # the model's own is one of half precision there
         if model.training:
-            logits, labels = _pairs(outputs, inputs)
-            accuracy = _right(logits, labels).float().mean()
-            self.losses.append(torch.stack([loss.detach().float(), accuracy]))
+            accuracy = _right(logits, targets).float().mean()
+            self.losses.append(torch.stack([loss.detach(), accuracy]))
         return (loss, outputs) if return_outputs else loss
 
     def evaluate(self, *given: Any, **how: Any) -> dict[str, float]:
@@ -240,6 +240,13 @@ def _pairs(outputs: Any, inputs: Any) -> tuple[Sequence[Any], Sequence[Any]]:
     return (outputs.logits,), (inputs["labels"],)
 
 
+def _loss(logits: Sequence[Any], targets: Sequence[Any]) -> Any:
+    """Return the mean cross-entropy in float32, of a span that of both ends."""
+    pairs = zip(logits, targets, strict=True)
+    losses = [cross_entropy(each.float(), target) for each, target in pairs]
+    return torch.stack(losses).mean()
+
+
 def _right(logits: Sequence[Any], targets: Sequence[Any]) -> Any:
     """Return which examples (n,) have the largest of their logits (n, C) at each target (n,)."""
     right = [x.argmax(-1) == y for x, y in zip(logits, targets, strict=True)]
@@ -252,10 +259,8 @@ def _figures(outcome: EvalPrediction) -> dict[str, float]:
     for values in (outcome.predictions, outcome.label_ids):
         arrays = values if isinstance(values, tuple) else (values,)
         found.append([torch.from_numpy(each) for each in arrays])
-    logits, targets = found
-    losses = [cross_entropy(x, y) for x, y in zip(logits, targets, strict=True)]
-    accuracy = _right(logits, targets).float().mean()
-    return {"accuracy": float(accuracy), "mean": float(sum(losses) / len(losses))}
+    accuracy = _right(*found).float().mean()
+    return {"accuracy": float(accuracy), "mean": float(_loss(*found))}
 
 
 class RecordSteps(TrainerCallback):

@@ -21,7 +21,7 @@ from tasked import VOCABULARY, choices, questions, save_bert, sentences, write_l
 from data.tasks.corpus import build
 from launch import finetune as finetune_command
 from launch.console import ends
-from launch.evaluation import pretrained
+from launch.evaluation import finetuning, pretrained
 from launch.evaluation.finetuning import STATE, ExampleOrder
 from launch.ranks import joining
 from launch.records.metrics import read_metrics
@@ -127,6 +127,7 @@ def test_losses_are_those_of_a_plain_loop(trained):
     optimizer = torch.optim.AdamW(groups, betas=recipe.optimizer.betas, eps=recipe.optimizer.eps)
     order = list(ExampleOrder(recipe, len(corpus.train)))
     assert len(order) == 8 * recipe.steps and sorted(order[:40]) == sorted(order[40:]) == [*range(40)]
+    assert order[:40] != order[40:] and order[:40] != [*range(40)]
     pad = transformers.DataCollatorWithPadding(corpus.tokenizer)
     losses = []
     for step in range(4):
@@ -148,6 +149,14 @@ def draw_as_ours(model, recipe):
     with torch.no_grad():
         model.classifier.weight.copy_(init.normal("weight", tuple(model.classifier.weight.shape), init.std))
         model.classifier.bias.zero_()
+
+
+def test_the_loss_of_half_precision_is_not_one_of_half_precision():
+    """Of a bf16 loss near 1.4 the next one is 0.008 away."""
+    torch.manual_seed(1)
+    logits, labels = torch.randn(9, 4).bfloat16(), torch.arange(9) % 4
+    loss = finetuning._loss([logits, logits], [labels, labels])
+    assert loss.item() == pytest.approx(torch.nn.functional.cross_entropy(logits.float(), labels).item())
 
 
 @pytest.mark.ci
