@@ -141,6 +141,8 @@ def describe(done: Export, recipe: Recipe) -> str:
             else ""
         )
         checked = f"logits of transformers and of our model differ by at most {done.difference:.1e}{rounding}"
+    if recipe.task is not None:
+        checked = "each tensor was read again and is the checkpoint's; only transformers has heads of tasks"
     if done.left_out:
         added = some(done.left_out)
         checked += f"\nthe tokenizer adds no {added} to a text: training did not"

@@ -1,4 +1,4 @@
-"""Fine-tune a BERT on a task, predict its splits and score them, under any layout of pretraining.
+"""Fine-tune a BERT on a task by transformers' Trainer, predict its splits and score them.
 
 deepspeed launch/finetune.py --task sst2 --init RUN
 """
@@ -29,7 +29,8 @@ from recipes.tasks import TASKS
 if TYPE_CHECKING:
     from data.corpus import Corpus
     from launch.evaluation.finetuning_recipe import Wishes
-    from launch.training.run import TrainingRun
+    from launch.training.early_ends import EarlyStop
+    from launch.training.run import Start
 
 SPLITS = ("train", "dev", "dev_mismatched", "test", "test_mismatched")
 EXAMPLES = """\
@@ -45,8 +46,9 @@ examples:
       --train train.jsonl --dev dev.jsonl
       the control: the same shape and vocabulary, weights drawn at random
   deepspeed --num_gpus 4 launch/finetune.py --task mnli --init RUN \\
-      --ds_config zero3 --set parallel.tp=2
-      any layout: tensor and pipeline parallelism, ZeRO 0 to 3, offload
+      --ds_config zero3
+      several GPUs: ZeRO 0 to 3 and offload; ZeRO-3 cuts a model that is too
+      large for one
   python launch/finetune.py --task squad1 --init RUN --seeds 5 --ensemble \\
       --out runs/squad
       five seeds, their median and ensemble; the same command goes on where it
@@ -61,12 +63,13 @@ is optional, and its labels may be hidden. GLUE's own TSV, SQuAD's own JSON and
 RACE's own directories are read too. A broken example is counted and named; it
 is left out, but in --test predicted from what is readable of it.
 what comes out: result.json has the scores of every split;
-RUN/predictions/SPLIT has the files of the task's submission and the logits.
-To stop and to resume: as launch/pretrain.py, with Ctrl-C and --resume.
+RUN/predictions/SPLIT has the files of the task's submission and the logits;
+RUN/checkpoints/checkpoint-N is loaded by from_pretrained.
+To stop and to resume: as launch/pretrain.py, with Ctrl-C and --resume, on as
+many processes and with the same --ds_config.
 exit codes: 0 done or stopped on request, 1 failed, 2 refused before anything
 was started, 3 diverged,
 4 a rank hung,
-5 numbers changed by themselves,
 6 trained and saved, but not all was recorded."""
 
 SEVERAL = "--seeds, --ensemble"
@@ -236,6 +239,7 @@ def checked(args: argparse.Namespace) -> Training:
     """
     from data.tasks import corpus as task_corpus
     from launch.evaluation import pretrained
+    from launch.evaluation.finetuning import checkpoints
     from launch.evaluation.finetuning_recipe import recipe_of
     from launch.machine import description
     from launch.weights.initial_weights import InitialWeights
@@ -260,10 +264,10 @@ def checked(args: argparse.Namespace) -> Training:
     )
     scores: list[TaskScore] = []
 
-    def after(run: TrainingRun) -> None:
-        from launch.evaluation.finetuning_predictions import predict
+    def loop(start: Start) -> EarlyStop | None:
+        from launch.evaluation.finetuning import train
 
-        scores.extend(predict(run, corpus))
+        return train(start, corpus, scores)
 
     def outcome(_: Corpus) -> Ending:
         if encoder:
@@ -276,7 +280,8 @@ def checked(args: argparse.Namespace) -> Training:
         False,
         machine.emulated_fp16,
         lambda meeting: corpus,
-        after,
+        loop,
+        checkpoints,
         outcome,
     )
 

@@ -1,21 +1,16 @@
-"""BERT (Devlin et al., arXiv 1810.04805): its shape, layers and losses, and its heads for tasks.
+"""BERT (Devlin et al., arXiv 1810.04805): its shape, layers and losses, and weights of heads for tasks.
 
 Two placements of LayerNorm, with equally many parameters. Post-LN is the original: on the embeddings and
 after each residual sum. Pre-LN is Megatron-BERT's (arXiv 1909.08053, section 3 and figure 1b): before each
 branch and once after the last layer, and not on the embeddings, as `transformers` has it in MegatronBert.
 
-A task's classification is `transformers`' BertForSequenceClassification, choices are BertForMultipleChoice,
-and spans BertForQuestionAnswering, except that the softmax here leaves padding out.
-
-Shapes: B samples, S positions, P predicted positions, H hidden size, V vocabulary (V/t: of this tensor rank);
-of a task C classes or choices, N examples: B, or B / C where each choice is a sample of its own.
+Shapes: B samples, S positions, P predicted positions, H hidden size, V vocabulary (V/t: of this tensor rank).
 The plain form also takes samples without their padding, as one row (`modeling/unpadding.py`): then B is 1
 except in the sentence objective, S counts the tokens of the row, and P all of its predictions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -30,7 +25,6 @@ from modeling.initialization import Init, Shard
 from modeling.layer_list import (
     Family,
     LayerDefinition,
-    Loss,
     ModelShape,
     common_shape,
     transformer_layers,
@@ -45,9 +39,9 @@ from modeling.parallel.cross_entropy import weighted_loss
 from modeling.parallel.layers import ColumnParallelLinear, group_size
 from modeling.parallel.process_grid import Group
 from modeling.transformer import BERT_NORM_EPS, LayerNorm, LayerShape
-from modeling.unpadding import PackedRow, padding_mask
-from recipes.families import MASKED_FIGURES, TASK_FIGURES, parts_of
-from recipes.schema import Recipe
+from modeling.unpadding import PackedRow
+from recipes.families import MASKED_FIGURES, parts_of
+from recipes.schema import Model, Recipe
 
 
 @dataclass(frozen=True)
@@ -174,31 +168,25 @@ class DecoderBias(nn.Module):
 
 # Streams: (tokens, token types, lengths, positions) -> (x, lengths, positions) -> (logits, sentence logits)
 # The first two end with the salts of hidden dropout where there are any. Instead of lengths, a Row.
-# A task's streams lack the positions: `inputs` is the number of tensors before the salts, 4 or 3.
 
 
-def _embed(embedding: nn.Module, stream: tuple, cut_over: Group, inputs: int) -> tuple:
+def _embed(embedding: nn.Module, stream: tuple, cut_over: Group) -> tuple:
     """Add positions and token types to the stream; `cut_over`: the group that shares its positions."""
-    x, token_types, lengths = stream[:3]
+    x, token_types, lengths, positions, *salts = stream
     token_types, *salts = (
-        own_positions(each, cut_over) for each in (token_types, *stream[inputs:])
+        own_positions(each, cut_over) for each in (token_types, *salts)
     )
     placed = (
         {"places": own_positions(lengths.places, cut_over)}
         if isinstance(lengths, PackedRow)
         else {}
     )
-    return (
-        embedding(x, token_types, *salts, **placed),
-        lengths,
-        *stream[3:inputs],
-        *salts,
-    )
+    return (embedding(x, token_types, *salts, **placed), lengths, positions, *salts)
 
 
-def _attend(layer: nn.Module, stream: tuple, inputs: int) -> tuple:
-    x, lengths, *others = stream
-    return layer(x, lengths, *others[inputs - 3 :]), lengths, *others
+def _attend(layer: nn.Module, stream: tuple) -> tuple:
+    x, lengths, positions, *salts = stream
+    return layer(x, lengths, *salts), lengths, positions, *salts
 
 
 def _head(head: nn.Module, stream: tuple) -> tuple:
@@ -208,9 +196,9 @@ def _head(head: nn.Module, stream: tuple) -> tuple:
 
 
 def encoder(
-    shape: BertShape, group: Group, init: Init, inputs: int
+    shape: BertShape, group: Group, init: Init, *, tied: bool
 ) -> list[LayerDefinition]:
-    """Return the layers before the heads: `inputs` tensors -> (x, lengths, ...), whatever head follows."""
+    """Return the layers before the heads; `tied`: the output layer has the words' embedding."""
     cut_over: Any = dict(cut_over=shape.positions_group(group))
     embedding = dict(shape=shape, init=init.child("embedding"), **cut_over)
     final_norm = dict(
@@ -219,13 +207,11 @@ def encoder(
         eps=BERT_NORM_EPS,
         **cut_over,
     )
-    embed = partial(_embed, **cut_over, inputs=inputs)
-    attend = partial(_attend, inputs=inputs)
-    tied = inputs == 4  # to the output layer, which a task has not
+    embed = partial(_embed, **cut_over)
     return [
         word_layer(shape, group, init, cut=shape.sequence_parallel, tied=tied),
         LayerDefinition("embedding", Embedding, embedding, embed),
-        *transformer_layers(shape, group, init, attend),
+        *transformer_layers(shape, group, init, _attend),
         *(
             []
             if shape.post_norm
@@ -249,7 +235,7 @@ def layer_list(shape: BertShape, *, group: Group, init: Init) -> list[LayerDefin
         init=init.child("decoder_bias"),
     )
     return [
-        *encoder(shape, group, init, inputs=4),
+        *encoder(shape, group, init, tied=True),
         LayerDefinition("head", Head, head, _head),
         # every rank has the predicted positions
         word_layer(shape, group, init, cut=False, project=True),
@@ -293,154 +279,33 @@ FAMILY = Family(
 )
 
 
-# Fine-tuning: the encoder with a head for a task
+# Fine-tuning: transformers' classes compute; ours hold their weights under our names
 
 
-@dataclass(frozen=True)
-class TaskShape(BertShape):
-    """Shape of a BERT with a task head: kind, logits per sample (spans: per token), choices per example."""
+class TaskHead(nn.Module):
+    """Parameters of a task's head: pooler and classifier, or for spans two logits of every token."""
 
-    task_head: str = "classification"
-    outputs: int = 2
-    choices: int = 1
-
-
-def task_shape_of(recipe: Recipe, padded_vocab: int) -> TaskShape:
-    """Return the shape of the recipe's model, with `padded_vocab` rows of the embedding."""
-    model = recipe.model
-    encoder = vars(shape_of(recipe, padded_vocab))
-    choices = model.head_classes if model.task_head == "choice" else 1
-    return TaskShape(
-        **encoder,
-        task_head=model.task_head,
-        outputs=head_outputs(model),
-        choices=choices,
-    )
-
-
-class SampleHead(nn.Module):
-    """Logits of whole samples: pooler (dense and tanh of [CLS]), dropout, dense. On every tensor rank."""
-
-    def __init__(self, shape: TaskShape, *, init: Init, cut_over: Group = None):
+    def __init__(self, model: Model, hidden: int, *, init: Init):
         super().__init__()
-        self.logits = shape.outputs * shape.choices
-        self.cut_over = cut_over
-        linear = partial(ColumnParallelLinear, shape.hidden, group=None)
-        self.pooler = linear(shape.hidden, init=init.child("pooler"))
-        self.dropout = HiddenDropout(
-            shape.hidden, shape.hidden_dropout, init=init.child("dropout")
-        )
-        self.classifier = linear(shape.outputs, init=init.child("classifier"))
-
-    def forward(
-        self, x: Tensor, lengths: Tensor | PackedRow | None, salts: Tensor | None = None
-    ) -> Tensor:
-        """x (B, S, H) or a row -> (N, C)."""
-        # Every rank computes the same from here on.
-        x = _first(gather_positions(x, self.cut_over, summed=False), lengths)
-        if salts is not None:
-            salts = _first(
-                gather_positions(salts, self.cut_over, summed=False), lengths
-            )
-        pooled = self.dropout(torch.tanh(self.pooler(x)), salts)
-        logits: Tensor = self.classifier(pooled).view(-1, self.logits)
-        return logits
+        spans = model.task_head == "span"
+        name = "span" if spans else "classifier"
+        linear = partial(ColumnParallelLinear, hidden, group=None)
+        if not spans:
+            self.pooler = linear(hidden, init=init.child("pooler"))
+        setattr(self, name, linear(head_outputs(model), init=init.child(name)))
 
 
-def _first(x: Tensor, lengths: Tensor | PackedRow | None) -> Tensor:
-    """Return the [CLS] entries (B, 1, ...) of (B, S, ...) or of a row (1, T, ...)."""
-    return (
-        x[0, lengths.firsts.long()][:, None]
-        if isinstance(lengths, PackedRow)
-        else x[:, :1]
-    )
+def task_family(model: Model) -> Family:
+    """Return the family whose plain form holds the encoder and the head of a fine-tuned model.
 
-
-class SpanHead(nn.Module):
-    """Two logits of every token, for the start and the end of an answer. On every tensor rank."""
-
-    def __init__(self, shape: TaskShape, *, init: Init, cut_over: Group = None):
-        super().__init__()
-        self.cut_over = cut_over
-        self.span = ColumnParallelLinear(
-            shape.hidden, shape.outputs, group=None, init=init.child("span")
-        )
-
-    def forward(
-        self, x: Tensor, lengths: Tensor | PackedRow | None, salts: Tensor | None = None
-    ) -> Tensor:
-        """x (B, S, H) or a row -> (B, S, 2) in float32, -inf at padding; a row's S is its longest length."""
-        logits = self.span(gather_positions(x, self.cut_over, summed=False)).float()
-        if isinstance(lengths, PackedRow):
-            counts = lengths.offsets.diff()[:-1].long()
-            places = torch.arange(lengths.longest, device=x.device)
-            at = lengths.firsts.long()[:, None] + places.minimum(counts[:, None] - 1)
-            logits = logits[0, at]
-            lengths = counts
-        if lengths is None:
-            return logits
-        real = padding_mask(lengths, logits.shape[1])[:, 0, 0, :, None]
-        return logits.masked_fill(~real, float("-inf"))
-
-
-def task_layer_list(
-    shape: TaskShape, *, group: Group, init: Init
-) -> list[LayerDefinition]:
-    """Return the layers: (tokens, token types, lengths) -> logits (N, C) or (B, S, 2)."""
-    head = dict(
-        shape=shape, init=init.child("head"), cut_over=shape.positions_group(group)
-    )
-    kind = SpanHead if shape.task_head == "span" else SampleHead
-    return [
-        *encoder(shape, group, init, inputs=3),
-        LayerDefinition("head", kind, head, lambda head, stream: head(*stream)),
-    ]
-
-
-def class_loss(
-    logits: Tensor, labels: Tensor, weights: Tensor, group: Group
-) -> tuple[Tensor, Tensor]:
-    """Return (weighted sum of cross-entropies, accuracy (1,) without gradient), float32.
-
-    logits (N, C); labels, weights (N,). Every tensor rank has all logits: `group` is not used.
+    It has no forward pass: `launch/evaluation/finetuning.py` trains the class of `transformers`.
     """
-    losses = F.cross_entropy(logits.float(), labels, reduction="none")
-    right = ((logits.argmax(-1) == labels) * weights).sum()
-    return (losses * weights).sum(), right.detach().view(1)
 
+    def layers(shape: BertShape, *, group: Group, init: Init) -> list[LayerDefinition]:
+        head = dict(model=model, hidden=shape.hidden, init=init.child("head"))
+        return [
+            *encoder(shape, group, init, tied=False),
+            LayerDefinition("head", TaskHead, head),
+        ]
 
-def span_loss(
-    logits: Tensor, starts: Tensor, ends: Tensor, weights: Tensor, group: Group
-) -> tuple[Tensor, Tensor]:
-    """Return (mean of the losses of both ends, weighted share of samples with both right), as `class_loss`.
-
-    logits (B, S, 2); starts, ends and weights (B,).
-    """
-    of_starts = F.cross_entropy(logits[..., 0].float(), starts, reduction="none")
-    of_ends = F.cross_entropy(logits[..., 1].float(), ends, reduction="none")
-    losses = of_starts + of_ends
-    best = logits.argmax(1)
-    begins_right = best[:, 0] == starts
-    ends_right = best[:, 1] == ends
-    right = ((begins_right & ends_right) * weights).sum()
-    return (losses * weights).sum() / 2, right.detach().view(1)
-
-
-TASK_LOSSES: Mapping[str, Loss] = {
-    "classification": class_loss,
-    "span": span_loss,
-    "choice": class_loss,
-}
-
-
-def _task_family(head: str) -> Family:
-    return Family(
-        head,
-        task_shape_of,
-        task_layer_list,
-        TASK_LOSSES[head],
-        lambda shape: parts_of(TASK_FIGURES),
-    )
-
-
-TASK_FAMILIES: Mapping[str, Family] = {head: _task_family(head) for head in TASK_LOSSES}
+    return Family("bert", shape_of, layers, pretraining_loss)

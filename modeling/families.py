@@ -39,9 +39,9 @@ FAMILIES: dict[str, Callable[[], Family]] = {"gpt2": _gpt2, "bert": _bert}
 def family_of(model: Model) -> Family:
     """Return the family of a recipe's model."""
     if model.task_head != "none":
-        from modeling.bert import TASK_FAMILIES
+        from modeling.bert import task_family
 
-        return TASK_FAMILIES[model.task_head]
+        return task_family(model)
     return FAMILIES[model.family]()
 
 

@@ -27,7 +27,7 @@ from modeling.initialization import Init, shared_draws
 from modeling.parallel.layers import VocabParallelEmbedding, group_size
 from modeling.parallel.process_grid import Group, ProcessGrid
 from modeling.transformer import LayerShape, TransformerLayer
-from recipes.families import FAMILIES, TASK_FIELDS, MicroBatchFields
+from recipes.families import FAMILIES, MicroBatchFields
 from recipes.schema import Recipe
 
 Stream = Any  # a tensor, or a tuple of tensors and None
@@ -424,7 +424,7 @@ class Family:
     """One family of models.
 
     Attributes:
-        name: `model.family` of its recipes; `model.task_head` of a BERT that is fine-tuned.
+        name: `model.family` of its recipes.
         shape: (recipe, rows of the embedding) -> the shape of its model, a `ModelShape`.
         layer_list: (shape, group=, init=) -> the layers in order, for both forms.
         loss: (output of the last layer, targets, group) -> the loss, or (the loss, its parts).
@@ -440,7 +440,7 @@ class Family:
     @property
     def fields(self) -> MicroBatchFields:
         """Names of the inputs and targets of a micro-batch."""
-        return TASK_FIELDS.get(self.name) or FAMILIES[self.name].fields
+        return FAMILIES[self.name].fields
 
     def plain(self, shape: Any, *, group: Group, init: Init) -> Stack:
         """Build the plain form: it takes `fields.inputs`, then `fields.targets`."""

@@ -376,13 +376,16 @@ def _columns(recipe: Recipe) -> Found:
 
 
 def _implementation(recipe: Recipe) -> Found:
-    """Check what GPT-2 of transformers has not."""
+    """Check what the models of transformers have not."""
     if recipe.model.implementation != "transformers":
         return
     data = recipe.data
     tp, pp = recipe.parallel.model_parallel
     full = recipe.activation_checkpointing in ("none", "full")
+    masked = recipe.model.facts.masked
+    kind = "BERT" if masked else "GPT-2"
     for key, wrong, rule, fix in (
+        ("model.family", masked and not recipe.task, "is only fine-tuned", "gpt2"),
         (
             "model.attention",
             {*recipe.model.attention} != {"dense"},
@@ -410,7 +413,7 @@ def _implementation(recipe: Recipe) -> Found:
             yield (
                 key,
                 f"{{{key}}} with {{model.implementation}}",
-                f"its GPT-2 {rule}",
+                f"its {kind} {rule}",
                 f"set {key} to {fix}",
             )
 
@@ -578,6 +581,12 @@ def _task(recipe: Recipe) -> Found:
         came = "{task.name} with {model.task_head} of {model.head_classes}"
         rule = f"it has a {facts.head} head{f' of {len(facts.labels)}' if facts.labels else ''}"
         yield key, came, rule, "leave the head to --task"
+    if model.implementation == "transformers":
+        for name in ("check_every", "profile"):
+            if getattr(recipe.run, name):
+                came = f"{{run.{name}}} with {{model.implementation}}"
+                rule = "Trainer's own loop takes the steps of a fine-tuning"
+                yield f"run.{name}", came, rule, f"set run.{name} to null"
     if (
         facts.head == "span"
         and task.max_query + task.doc_stride + 3 >= recipe.sequence_length

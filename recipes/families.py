@@ -162,12 +162,6 @@ BERT = FamilyFacts(
             "a BERT needs a vocabulary with [CLS], [SEP], [MASK] and [PAD]",
             "set data.tokenizer.kind to trained_wordpiece, bert_uncased, bert_cased or file",
         ),
-        Refused(
-            "model.implementation",
-            ("transformers",),
-            "transformers' Trainer is run with its GPT-2",
-            "set model.family to gpt2",
-        ),
         Refused("data.attend", ("document",), _OWN_SAMPLES, "set it to window"),
         Refused("data.positions", ("document",), _OWN_SAMPLES, "set it to window"),
     ),
@@ -187,26 +181,10 @@ BERT = FamilyFacts(
 FAMILIES: dict[str, FamilyFacts] = {family.name: family for family in (GPT2, BERT)}
 
 
-_TEXT = {"tokens": "BS", "token_types": "BS", "lengths": "B"}
-
-
-_CLASS = {"labels": "N", "weights": "N"}
-
-
-# By model.task_head of a BERT that is fine-tuned.
-TASK_FIELDS: Mapping[str, MicroBatchFields] = {
-    "classification": MicroBatchFields(inputs=_TEXT, targets=_CLASS),
-    "span": MicroBatchFields(
-        inputs=_TEXT, targets={"starts": "N", "ends": "N", "weights": "N"}
-    ),
-    "choice": MicroBatchFields(inputs=_TEXT, targets=_CLASS),
-}
-
-
 def fields_of(names: Collection[str]) -> MicroBatchFields:
     """Return the fields with exactly these names, `PLACES` aside; equal names have equal fields."""
-    every = (*(family.fields for family in FAMILIES.values()), *TASK_FIELDS.values())
     own = {*names} - {PLACES}
+    every = (family.fields for family in FAMILIES.values())
     return next(fields for fields in every if {*fields.names} == own)
 
 

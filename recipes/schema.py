@@ -85,8 +85,8 @@ class Model(Strict):
     vocab_divisible_by: Width = 128
     """the vocabulary is padded to a multiple of this x tp (Megatron-LM's make_vocab_size_divisible_by)"""
     implementation: Literal["megarecipes", "transformers"] = "megarecipes"
-    """megarecipes: the tensor-parallel modules of modeling/; transformers: GPT2LMHeadModel, trained by
-    transformers.Trainer"""
+    """megarecipes: the tensor-parallel modules of modeling/; transformers: GPT2LMHeadModel or, on
+    a task, a BERT with its head, trained by transformers.Trainer"""
     attention: Annotated[
         tuple[AttentionKind, ...], Field(strict=False, min_length=1)
     ] = ("dense",)

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
-from data.tasks.features import Encoded, Features
 from data.tasks.records import WrongRecord, label_of, text_of
 from recipes.schema import Recipe
 from recipes.tasks import TASKS, TaskFacts
@@ -48,9 +48,8 @@ def parse(
     if facts.head == "choice":
         return _question(facts, record, number, labelled)
     texts = tuple(text_of(record, name, labelled) for name in facts.texts)
-    index = record.get("idx")
-    if not isinstance(index, int):
-        index = number
+    stated = str(record.get("idx"))  # a text in a table
+    index = int(stated) if stated.isdecimal() else number
     label = label_of(record, facts.label, facts.labels, labelled)
     return Example(index, (texts,), label)
 
@@ -81,27 +80,21 @@ def with_option(question: str, option: str) -> str:
 
 def training(
     recipe: Recipe, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Example]
-) -> Features:
-    """Encode a sample of every choice. The longer of two texts is cut; a hidden label is 0."""
+) -> Dataset:
+    """Encode every example: of a question, each choice. The longer of two texts is cut; a hidden label is 0."""
     texts = [choice for each in examples for choice in each.choices]
     columns = (list(column) for column in zip(*texts, strict=True))
-    made = tokenizer(
+    made = dict(tokenizer(
         *columns, truncation="longest_first", max_length=recipe.sequence_length,
-        return_token_type_ids=True, return_attention_mask=False, verbose=False,
-    )  # fmt: skip
-    rows = [
-        Encoded(*pair)
-        for pair in zip(made["input_ids"], made["token_type_ids"], strict=True)
-    ]
-    labels = [each.label or 0 for each in examples]
+        return_token_type_ids=True, verbose=False,
+    ))  # fmt: skip
     choices = len(examples[0].choices)
-    return Features(
-        rows,
-        {"labels": labels},
-        recipe.sequence_length,
-        tokenizer.pad_token_id,
-        choices,
-    )
+    if choices > 1:
+        for name, rows in made.items():
+            starts = range(0, len(rows), choices)
+            made[name] = [rows[start : start + choices] for start in starts]
+    made["labels"] = [each.label or 0 for each in examples]
+    return Dataset.from_dict(made)
 
 
 def predicted(
@@ -109,7 +102,7 @@ def predicted(
     tokenizer: PreTrainedTokenizerFast,
     split: str,
     examples: Sequence[Example],
-) -> tuple[Features, Callable[[np.ndarray, SplitScores | None], SplitScores]]:
+) -> tuple[Dataset, Callable[[np.ndarray, SplitScores | None], SplitScores]]:
     """Return samples to predict, and a function to score their logits (n, classes or choices)."""
     assert recipe.task is not None
     facts = TASKS[recipe.task.name]

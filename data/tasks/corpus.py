@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
 from data.corpus import Corpus, unigram_cross_entropy
 from data.durable_files import Say
-from data.samples.fields import HeldOut
+from data.samples.fields import Fields, HeldOut
 from data.tasks import choices, squad
 from data.tasks.choices import SplitScores
-from data.tasks.features import Features, TaskSamples
 from data.tasks.records import (
     Examples,
     check_split,
@@ -43,7 +44,7 @@ class PredictedSplit:
     """
 
     name: str
-    features: Features
+    samples: Dataset
     score: Callable[[np.ndarray, SplitScores | None], SplitScores]
     examples: int
     broken: int
@@ -51,9 +52,9 @@ class PredictedSplit:
 
 @dataclass(frozen=True)
 class TaskCorpus(Corpus):
-    """A corpus with splits to predict at the end; dev is the validation."""
+    """A corpus of `datasets`, with splits to predict at the end; dev, the first, is the validation."""
 
-    train: TaskSamples
+    train: Any
     predicted: tuple[PredictedSplit, ...] = ()
 
 
@@ -70,39 +71,38 @@ def build(recipe: Recipe, say: Say = print) -> TaskCorpus:
     task = _task(recipe)
     tokenizer = build_vocabulary(recipe, (), Path(), say)
     facts = TASKS[task.name]
-    of_train, *others = [
-        _examples(task, split) for split in ("train", *split_names(task))
-    ]
+    names = ("train", *split_names(task))
+    of_train, *others = [_examples(task, split) for split in names]
     for each in (of_train, *others):
         if str(each):
             say(str(each))
     train = KINDS[facts.head].training(recipe, tokenizer, of_train.sound)
     predicted = tuple(_predicted(recipe, tokenizer, each) for each in others)
-    dev = predicted[0].features.take(range(len(predicted[0].features)))
-    counts = np.bincount(train.labels)
-    classes = (
-        recipe.model.head_classes
-        if recipe.model.task_head != "span"
-        else recipe.sequence_length
-    )
-    counts = np.pad(counts, (0, max(0, classes - len(counts))))
+    target = "start_positions" if facts.head == "span" else "labels"
+    labels = np.array(train[target])
+    classes = recipe.sequence_length if facts.head == "span" else facts.classes
+    digest = 0
+    for rows in train.iter(1000):
+        digest = zlib.crc32(json.dumps(rows).encode(), digest)
     return TaskCorpus(
         tokenizer=tokenizer,
-        train=TaskSamples(train),
-        validation=HeldOut(dev),
+        train=train,
+        validation=HeldOut(Fields()),
         test=None,
         uniform_entropy=float(np.log(classes)),
-        unigram_entropy=unigram_cross_entropy(counts, dev.labels),
+        unigram_entropy=unigram_cross_entropy(
+            np.bincount(labels, minlength=classes),
+            np.array(predicted[0].samples[target]),
+        ),
         summary={
             "source": f"{task.name} ({task.train or facts.hub[0]})",
             "vocabulary": recipe.data.tokenizer.kind,
             "vocabulary_size": len(tokenizer),
             "vocabulary_digest": vocabulary_digest(tokenizer),
             "train_documents": len(of_train.sound),
-            "train_tokens": train.total_tokens,
-            "train_tokens_crc32": f"{zlib.crc32(train.checked.tobytes()):08x}",
+            "train_tokens_crc32": f"{digest:08x}",
             "samples_per_epoch": len(train),
-            "validation_samples": len(dev["lengths"]),
+            "validation_samples": len(predicted[0].samples),
             "broken_examples": {each.split: len(each.broken) for each in (of_train, *others)},
         },
         predicted=predicted,
@@ -125,11 +125,11 @@ def _predicted(
     split = examples.split
     sound = examples.sound
     broken = examples.broken
-    features, score = KINDS[TASKS[_task(recipe).name].head].predicted(
+    samples, score = KINDS[TASKS[_task(recipe).name].head].predicted(
         recipe, tokenizer, split, sound
     )
     scored = len(sound) - len(broken) if is_test(split) else len(sound)
-    return PredictedSplit(split, features, score, scored, len(broken))
+    return PredictedSplit(split, samples, score, scored, len(broken))
 
 
 def check(recipe: Recipe) -> None:

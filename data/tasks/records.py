@@ -1,19 +1,21 @@
-"""Reader of a task's data set, from the hub or from local files."""
+"""Reader of a task's data set by Hugging Face's `datasets`, from the hub or from local files."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import csv
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
-from data.text.file_types import looks_like
+from data import durable_files
 from recipes import files
 from recipes.problems import ProblemsError, counted
 from recipes.tasks import TaskFacts
 
-MOST_LINE = 64 * files.MIB  # bytes
+if TYPE_CHECKING:
+    from datasets import Dataset
+
 MOST_FILE = 2048 * files.MIB  # bytes; a .json is read whole
 KINDS = (
     "JSON, JSON lines, GLUE's own tables (.tsv, .txt), RACE's own directories, parquet, or a directory that "
@@ -26,15 +28,6 @@ COLUMNS = {
 }  # fmt: skip
 SHOWN = 3  # broken examples to name per split
 E_co = TypeVar("E_co", covariant=True)
-
-
-@dataclass(frozen=True)
-class LocatedRecord:
-    """A record and its place; `why`: the reason where it is unusable."""
-
-    place: str
-    value: dict[str, Any]
-    why: str = ""
 
 
 class WrongRecord(ValueError):
@@ -63,35 +56,43 @@ class Examples(Generic[E_co]):
         return f"{self.split}: {counted(len(self.broken), 'broken example')} {fate}: {named}{others}"
 
 
-def read_split(facts: TaskFacts, split: str, path: str | None) -> list[LocatedRecord]:
+def read_split(facts: TaskFacts, split: str, path: str | None) -> Dataset:
     """Read all records of a split, from a file or else from the hub.
 
-    Raises ProblemsError: it cannot be had, or has no record with the task's fields.
+    Raises ProblemsError: it cannot be had, or lacks the task's fields.
     """
+    import datasets
+
+    datasets.disable_progress_bars()
     key = f"--{split}"
-    file = files.path_of(path, key) if path else None
-    records = _local(file) if file else _hub(facts, split)
-    found = list(records)
     where = path or f"{facts.hub[0]} {facts.splits[split]}"
-    if not found:
+    fix = f"give {KINDS}, in UTF-8 and not compressed"
+    try:
+        found = _local(files.path_of(path, key)) if path else _hub(facts, split)
+    except ProblemsError:
+        raise
+    except Exception as error:  # of networks, files and formats: each has its own
+        said = f"datasets cannot read it: {_last_cause(error)}"
+        if path is None:
+            fix = f"give local files with --{split} FILE ({KINDS}), or run once where there is network"
+        _refuse(key, where, said, fix)
+    if not len(found):
         _refuse(key, where, "holds no records", f"give {KINDS}")
-    if all(each.why for each in found):
-        kind, source = (file and file.is_file() and looks_like(file)) or ("", None)
-        said = f"it is {kind}, and " if kind and source != "jsonl" else ""
-        rule = (
-            f"{said}no record can be read, the first: {found[0].place}: {found[0].why}"
-        )
-        _refuse(key, where, rule, f"give {KINDS}, in UTF-8 and not compressed")
     needed = (*facts.fields, *(() if is_test(split) else (facts.label,)))
-    held = set[str]().union(*(each.value for each in found))
-    lacking = [name for name in needed if name not in held]
+    lacking = [name for name in needed if name not in found.column_names]
     if lacking:
-        has = (
-            ", ".join(next((each.value for each in found if each.value), {})) or "none"
-        )
+        has = ", ".join(found.column_names)
         rule = f"its records have the fields {has}, and lack {', '.join(lacking)} of {', '.join(needed)}"
         _refuse(key, where, rule, f"give files in the schema of {facts.hub[0]}")
     return found
+
+
+def _last_cause(error: BaseException) -> str:
+    """Return the first line of the error that a chain of them began with."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = str(error).splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def is_test(split: str) -> bool:
@@ -110,120 +111,51 @@ def _refuse(key: str, where: str, rule: str, fix: str) -> NoReturn:
     raise ProblemsError.of(key, where, rule, fix, where=key)
 
 
-def _local(path: Path) -> Iterator[LocatedRecord]:
+def _local(path: Path) -> Dataset:
+    from datasets import Dataset, Features, Value
+
     kind = path.suffix.lower()
+    cache = str(durable_files.cache_directory() / "datasets")
     if not files.is_file(path) and path.is_dir():
-        yield from _directory(path)
-    elif kind == ".tsv" or (kind == ".txt" and _is_table(path)):
-        yield from _tsv(path)
-    elif kind == ".txt":
-        yield from _race_file(path)
-    elif kind in (".jsonl", ".ndjson"):
-        yield from _json_lines(path)
-    elif kind == ".json":
-        yield from _json(path)
-    elif kind == ".parquet":
-        yield from _rows(path, _parquet(path))
-    else:
-        files.refuse(path, "is of no kind that is read here", fix=f"give {KINDS}")
+        return _directory(path)
+    if kind == ".tsv" or (kind == ".txt" and _is_table(path)):
+        _, header = next(files.lines_of(path, MOST_FILE), (0, b""))
+        names = files.decode(header, path).rstrip("\r\n").split("\t")
+        how: dict[str, Any] = dict(sep="\t", quoting=csv.QUOTE_NONE)
+        how |= dict(keep_default_na=False, cache_dir=cache)
+        how["features"] = Features({name: Value("string") for name in names})
+        return _named_as_on_the_hub(Dataset.from_csv(str(path), **how))
+    if kind in (".json", ".txt"):
+        return Dataset.from_list(list(_flattened(files.read_json(path, MOST_FILE))))
+    if kind in (".jsonl", ".ndjson"):
+        return Dataset.from_json(str(path), cache_dir=cache)
+    if kind == ".parquet":
+        return Dataset.from_parquet(str(path), cache_dir=cache)
+    files.refuse(path, "is of no kind that is read here", fix=f"give {KINDS}")
 
 
-def _directory(path: Path) -> Iterator[LocatedRecord]:
+def _directory(path: Path) -> Dataset:
+    """Read RACE's own directory, an article in each .txt, or what `save_to_disk` wrote."""
+    import datasets
+
     articles = sorted(path.rglob("*.txt"))
-    for file in articles:
-        yield from _race_file(file)
-    if not articles:
-        yield from _rows(path, _saved(path))
+    if articles:
+        rows = list[dict[str, Any]]()
+        for file in articles:
+            rows += _flattened(files.read_json(file, MOST_FILE))
+        return datasets.Dataset.from_list(rows)
+    found = datasets.load_from_disk(str(path))
+    if isinstance(found, datasets.DatasetDict):
+        came = f"holds the splits {', '.join(found)}"
+        files.refuse(path, came, fix="give the directory of one of them")
+    return found
 
 
-def _json_lines(path: Path) -> Iterator[LocatedRecord]:
-    for number, line in files.lines_of(path, MOST_LINE):
-        if line.strip():
-            yield _located(f"{path}:{number}", line)
+def _hub(facts: TaskFacts, split: str) -> Dataset:
+    import datasets
 
-
-def _rows(where: object, rows: Iterable[Any]) -> Iterator[LocatedRecord]:
-    yield from (
-        LocatedRecord(f"{where}: row {number}", dict(row))
-        for number, row in enumerate(rows, 1)
-    )
-
-
-def _located(place: str, line: bytes) -> LocatedRecord:
-    try:
-        value = json.loads(files.decode(line, place))
-        files.check_value(value, place)
-    except files.FileError as error:
-        return LocatedRecord(place, {}, str(error.problems[0].came))
-    except (ValueError, RecursionError) as error:
-        return LocatedRecord(place, {}, f"not JSON: {error}")
-    return _object(place, value)
-
-
-def _object(place: str, value: Any) -> LocatedRecord:
-    if isinstance(value, dict):
-        return LocatedRecord(place, value)
-    return LocatedRecord(place, {}, "not an object")
-
-
-def _json(path: Path) -> Iterator[LocatedRecord]:
-    value = files.read_json(path, MOST_FILE)
-    if isinstance(value, dict) and "questions" in value:
-        yield from _race_article(str(path), value)
-        return
-    listed = value.get("data") if isinstance(value, dict) else value
-    if not isinstance(listed, list):
-        rule = 'it is a list of records, {"data": [records]}, or SQuAD\'s own {"data": [articles]}'
-        files.refuse(path, f"holds {files.named_kind(value)}", rule)
-    for number, entry in enumerate(listed, 1):
-        if isinstance(entry, dict) and "paragraphs" in entry:
-            yield from _article(f"{path}: article {number}", entry)
-        else:
-            yield _object(f"{path}: record {number}", entry)
-
-
-def _article(place: str, article: dict[str, Any]) -> Iterator[LocatedRecord]:
-    """Yield the questions of an article in SQuAD's own form: paragraphs with a context and questions."""
-    try:
-        for paragraph in article["paragraphs"]:
-            for question in paragraph["qas"]:
-                answers = question.get("answers", [])
-                texts = [answer["text"] for answer in answers]
-                starts = [answer["answer_start"] for answer in answers]
-                value = {
-                    "id": question["id"],
-                    "question": question["question"],
-                    "title": article.get("title", ""),
-                    "context": paragraph["context"],
-                    "answers": {"text": texts, "answer_start": starts},
-                }
-                yield LocatedRecord(f"{place}, question {value['id']}", value)
-    except (KeyError, TypeError) as error:
-        yield LocatedRecord(
-            place, {}, f"not an article of SQuAD ({type(error).__name__}: {error})"
-        )
-
-
-def _race_file(path: Path) -> Iterator[LocatedRecord]:
-    """Yield the questions in a file of RACE's own form: one article as JSON."""
-    found = _located(str(path), files.read_bytes(path, MOST_LINE))
-    yield from [found] if found.why else _race_article(str(path), found.value)
-
-
-def _race_article(place: str, article: dict[str, Any]) -> Iterator[LocatedRecord]:
-    try:
-        questions = article["questions"]
-        answers = article.get("answers", [None] * len(questions))
-        rows = list(zip(questions, article["options"], answers, strict=True))
-        shared = {"article": article["article"], "example_id": article.get("id", place)}
-    except (KeyError, TypeError, ValueError) as error:
-        yield LocatedRecord(
-            place, {}, f"not an article of RACE ({type(error).__name__}: {error})"
-        )
-        return
-    for number, (question, options, answer) in enumerate(rows, 1):
-        own = {"question": question, "options": options, "answer": answer}
-        yield LocatedRecord(f"{place}, question {number}", shared | own)
+    name, config = facts.hub
+    return datasets.load_dataset(name, config, split=facts.splits[split])
 
 
 def _is_table(path: Path) -> bool:
@@ -231,80 +163,54 @@ def _is_table(path: Path) -> bool:
     return b"\t" in files.read_part(path, 0, 4096).partition(b"\n")[0].strip()
 
 
-def _tsv(path: Path) -> Iterator[LocatedRecord]:
-    """Yield the rows of a file with a header, in which a quotation mark is text."""
-    header: list[str] = []
-    for number, line in files.lines_of(path, MOST_LINE):
-        place = f"{path}:{number}"
-        try:
-            cells = files.decode(line, place).rstrip("\r\n").split("\t")
-        except files.FileError as error:
-            yield LocatedRecord(place, {}, str(error.problems[0].came))
+def _named_as_on_the_hub(table: Dataset) -> Dataset:
+    """Add the fields of the hub to a table of GLUE with other columns."""
+    for theirs, ours in COLUMNS.items():
+        if theirs in table.column_names and ours not in table.column_names:
+            table = table.add_column(ours, table[theirs])
+    return table
+
+
+def _flattened(value: Any) -> Iterator[dict[str, Any]]:
+    """Yield the records of a JSON: listed, or the questions of SQuAD's or RACE's own articles.
+
+    SQuAD: {"data": [{"paragraphs": [{"context", "qas": [{"id", "question", "answers"}]}]}]}; RACE: {"article",
+    "questions", "options", "answers", "id"}.
+    """
+    if isinstance(value, dict) and "questions" in value:
+        shared = {"article": value["article"], "example_id": value["id"]}
+        names = ("question", "options", "answer")
+        hidden = [None] * len(value["questions"])
+        columns = (value["questions"], value["options"], value.get("answers", hidden))
+        for row in zip(*columns, strict=True):
+            yield shared | dict(zip(names, row, strict=True))
+        return
+    listed = value.get("data") if isinstance(value, dict) else value
+    if not isinstance(listed, list):
+        raise ValueError(
+            'it is a list of records, {"data": [records]}, or an article of SQuAD or RACE'
+        )
+    for entry in listed:
+        if "paragraphs" not in entry:
+            yield entry
             continue
-        if not header:
-            header = cells
-        elif len(cells) != len(header):
-            yield LocatedRecord(
-                place, {}, f"has {len(cells)} columns, and the header {len(header)}"
-            )
-        else:
-            row: dict[str, Any] = dict(zip(header, cells, strict=True))
-            row |= {
-                ours: row[theirs] for theirs, ours in COLUMNS.items() if theirs in row
-            }
-            numbers = [key for key in ("label", "idx") if row.get(key, "").isdecimal()]
-            yield LocatedRecord(place, row | {key: int(row[key]) for key in numbers})
-
-
-def _parquet(path: Path) -> Iterable[Any]:
-    import pyarrow
-    from pyarrow import parquet
-
-    try:
-        return parquet.read_table(path).to_pylist()
-    except (OSError, pyarrow.ArrowException) as error:
-        files.refuse(path, "cannot be read as parquet", str(error).splitlines()[0])
-
-
-def _saved(path: Path) -> Iterable[Any]:
-    import datasets
-
-    try:
-        found = datasets.load_from_disk(str(path))
-    except Exception as error:  # of arrow, JSON and the file system: each has its own
-        first = [*str(error).splitlines(), ""][0]
-        files.refuse(
-            path,
-            "is no directory that datasets' save_to_disk wrote",
-            first,
-            f"give {KINDS}",
-        )
-    if isinstance(found, datasets.DatasetDict):
-        files.refuse(
-            path,
-            f"holds the splits {', '.join(found)}",
-            fix="give the directory of one of them",
-        )
-    return found
-
-
-def _hub(facts: TaskFacts, split: str) -> Iterator[LocatedRecord]:
-    import datasets
-
-    name, config = facts.hub
-    try:
-        found = datasets.load_dataset(name, config, split=facts.splits[split])
-    except Exception as error:  # of networks, files and formats: each has its own
-        first = [*str(error).splitlines(), type(error).__name__][0]
-        fix = f"give local files with --{split} FILE ({KINDS}), or run once where there is network"
-        _refuse(f"--{split}", f"{name} cannot be had from the hub", first, fix)
-    yield from _rows(f"{name} {facts.splits[split]}", found)
+        for paragraph in entry["paragraphs"]:
+            for question in paragraph["qas"]:
+                answers = question.get("answers", [])
+                texts = [answer["text"] for answer in answers]
+                starts = [answer["answer_start"] for answer in answers]
+                yield {
+                    "id": question["id"],
+                    "question": question["question"],
+                    "context": paragraph["context"],
+                    "answers": {"text": texts, "answer_start": starts},
+                }
 
 
 def parse_examples(
     facts: TaskFacts,
     split: str,
-    records: Sequence[LocatedRecord],
+    records: Dataset,
     parse: Callable[[TaskFacts, dict[str, Any], int, bool], E_co],
 ) -> Examples[E_co]:
     """Parse the examples of a split; all but a test split need labels and texts.
@@ -316,15 +222,12 @@ def parse_examples(
     labelled = not is_test(split)
     for number, record in enumerate(records):
         try:
-            if record.why:
-                raise WrongRecord(record.why)
-            sound.append(parse(facts, record.value, number, labelled))
+            sound.append(parse(facts, record, number, labelled))
         except WrongRecord as error:
-            broken.append(f"{record.place}: {error}")
+            broken.append(f"record {number + 1}: {error}")
             if not labelled:
-                sound.append(
-                    parse(facts, _readable(facts, record.value), number, labelled)
-                )
+                readable = _readable(facts, record)
+                sound.append(parse(facts, readable, number, labelled))
     if len(broken) == len(records):
         rule = f"all of its {counted(len(broken), 'example')} are broken: {'; '.join(broken[:SHOWN])}"
         _refuse(f"--{split}", split, rule, "give a sound file")
@@ -333,23 +236,23 @@ def parse_examples(
 
 def _readable(facts: TaskFacts, value: dict[str, Any]) -> dict[str, Any]:
     """Return the texts and identities of a broken record, without its label; a text is empty instead."""
-    readable = {
-        name: text
-        for name, text in value.items()
-        if name in facts.texts and isinstance(text, str)
-    }
-    identity = {
-        name: value[name] for name in ("idx", "id", "example_id") if name in value
-    }
-    choices = {"options": [""] * len(facts.labels)} if facts.head == "choice" else {}
-    return dict.fromkeys(facts.texts, "") | readable | identity | choices
+    readable = dict[str, Any]()
+    for name in facts.texts:
+        text = value.get(name)
+        readable[name] = text if isinstance(text, str) else ""
+    for name in ("idx", "id", "example_id"):
+        if name in value:
+            readable[name] = value[name]
+    if facts.head == "choice":
+        readable["options"] = [""] * len(facts.labels)
+    return readable
 
 
 def text_of(record: dict[str, Any], name: str, needed: bool) -> str:
     """Return a text field; `needed`: it is not empty. Raises WrongRecord."""
     value = record.get(name)
     if not isinstance(value, str):
-        found = type(value).__name__ if name in record else "missing"
+        found = type(value).__name__ if value is not None else "missing"
         raise WrongRecord(f"{name} is {found}, and a text is needed")
     if needed and not value.strip():
         raise WrongRecord(f"{name} is empty")
@@ -363,11 +266,9 @@ def label_of(
     value = record.get(name)
     if value in labels:
         return labels.index(value)
-    if (
-        isinstance(value, int)
-        and not isinstance(value, bool)
-        and 0 <= value < len(labels)
-    ):
+    if isinstance(value, str) and value.isdecimal():  # of a table with names, too
+        value = int(value)
+    if type(value) is int and 0 <= value < len(labels):
         return value
     if not labelled and value in (None, -1, ""):
         return None

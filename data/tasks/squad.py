@@ -10,16 +10,16 @@ from __future__ import annotations
 import json
 import re
 import string
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
 from data.tasks.choices import SplitScores
-from data.tasks.features import Encoded, Features
 from data.tasks.records import WrongRecord, text_of
 from recipes.schema import Recipe
 from recipes.tasks import TaskFacts
@@ -52,7 +52,7 @@ class SquadWindow:
 class Windows:
     """All windows of some questions. `offsets`: for each question, the characters of its context's tokens."""
 
-    features: Features
+    samples: Dataset
     windows: tuple[SquadWindow, ...]
     offsets: tuple[_Offsets, ...]
 
@@ -103,9 +103,8 @@ def windows_of(
     task = recipe.task
     length = recipe.sequence_length
     assert task is not None
-    rows = list[Encoded]()
+    columns: dict[str, list[Any]] = defaultdict(list)
     windows = list[SquadWindow]()
-    targets: dict[str, list[int]] = {"starts": [], "ends": []}
     every: list[_Offsets] = []
     cls = tokenizer.cls_token_id
     sep = tokenizer.sep_token_id
@@ -132,17 +131,18 @@ def windows_of(
             ):
                 stop = min(start + room, len(tokens))
                 ids = [cls, *query, sep, *tokens[start:stop], sep]
-                rows.append(Encoded(ids, [0] * place + [1] * (len(ids) - place)))
+                columns["input_ids"].append(ids)
+                columns["token_type_ids"].append([0] * place + [1] * (len(ids) - place))
+                columns["attention_mask"].append([1] * len(ids))
                 windows.append(SquadWindow(of, start, stop, place))
                 first_token = last_token = 0  # [CLS]: the answer is not in the window
                 if span is not None and start <= span[0] and span[1] < stop:
                     shift = place - start
                     first_token = span[0] + shift
                     last_token = span[1] + shift
-                targets["starts"].append(first_token)
-                targets["ends"].append(last_token)
-    features = Features(rows, targets, length, tokenizer.pad_token_id)
-    return Windows(features, tuple(windows), tuple(every))
+                columns["start_positions"].append(first_token)
+                columns["end_positions"].append(last_token)
+    return Windows(Dataset.from_dict(columns), tuple(windows), tuple(every))
 
 
 def _token_span(question: SquadQuestion, offsets: _Offsets) -> tuple[int, int] | None:
@@ -161,8 +161,8 @@ def training(
     recipe: Recipe,
     tokenizer: PreTrainedTokenizerFast,
     questions: Sequence[SquadQuestion],
-) -> Features:
-    return windows_of(recipe, tokenizer, questions).features
+) -> Dataset:
+    return windows_of(recipe, tokenizer, questions).samples
 
 
 def predicted(
@@ -170,7 +170,7 @@ def predicted(
     tokenizer: PreTrainedTokenizerFast,
     split: str,
     questions: Sequence[SquadQuestion],
-) -> tuple[Features, Callable[[np.ndarray, SplitScores | None], SplitScores]]:
+) -> tuple[Dataset, Callable[[np.ndarray, SplitScores | None], SplitScores]]:
     """Return samples to predict, and a function to score their logits (windows, S, 2)."""
     made = windows_of(recipe, tokenizer, questions)
     task = recipe.task
@@ -180,7 +180,7 @@ def predicted(
         spans = best_spans(made, questions, logits, task.max_answer)
         return score_spans(spans, questions, with_none=task.name == "squad2", dev=dev)
 
-    return made.features, score
+    return made.samples, score
 
 
 @dataclass(frozen=True)

@@ -118,10 +118,13 @@ def _check_model(
                 " with ",
                 Setting("model.implementation", "transformers"),
             )
-            fix = "take another --ds_config (zero1, zero2, zero3), or --set model.implementation=megarecipes"
-            problems.append(
-                Problem(degree.key, came, "its GPT-2 is cut by ZeRO alone", fix)
-            )
+            fix = "take another --ds_config (zero1, zero2, zero3)"
+            if recipe.task is None:
+                fix += ", or --set model.implementation=megarecipes"
+            else:
+                fix = f"set {degree.key} to 1; --ds_config zero3 cuts a model that is too large"
+            rule = "its modules are cut by ZeRO alone"
+            problems.append(Problem(degree.key, came, rule, fix))
     if heads % tp.value:
         rule = "each tensor-parallel rank takes heads/tp heads"
         fix = f"set parallel.tp to {either(divisors(heads))}"

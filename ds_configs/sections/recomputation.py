@@ -69,7 +69,7 @@ def check(
     if by_torch and recipe.model.implementation == "transformers":
         key = f"{_SECTION}.{by_torch[0]}"
         rule = "its layers are recomputed by torch.utils.checkpoint, which DeepSpeed's section does not reach"
-        others = "take another --ds_config (zero3, zero3_offload), or --set model.implementation=megarecipes"
+        others = "or take another --ds_config (zero3, zero3_offload)"
         came = (
             f"{key}={shown(section[by_torch[0]])} with ",
             Setting("model.implementation", "transformers"),

@@ -132,7 +132,11 @@ def below(path: Path, step: int | None = None) -> list[Checkpoint | DamagedCheck
         every = [*found(path / "checkpoints")] or [*found(path)]
     if not every:
         rule = "a run saves step-NNNNNN every run.save_every steps, and at its end with run.save_last"
-        files.refuse(path, "holds no checkpoint", rule, GIVEN)
+        fix = GIVEN
+        for saved in path.glob("checkpoints/checkpoint-*/config.json"):
+            rule = "a fine-tuning has those of transformers' Trainer"
+            fix = f"give {saved.parent}, a directory of save_pretrained"
+        files.refuse(path, "holds no checkpoint", rule, fix)
     chosen = [each for each in every if step in (None, each.step)]
     if not chosen:
         steps = some([str(each.step) for each in reversed(every)])

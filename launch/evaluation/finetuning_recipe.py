@@ -14,6 +14,7 @@ from typing import Any
 
 from ds_configs.plan import Machine
 from recipes.key_paths import key_of
+from recipes.problems import ProblemsError
 from recipes.schema import Recipe, TaskName
 from recipes.tasks import TASKS
 from recipes.validation import validate
@@ -64,7 +65,10 @@ def recipe_of(
         precision = "bf16" if machine.bf16 else "fp16"
     values: dict[str, Any] = {
         "title": f"{facts.title}, {wishes.epochs:g} epochs",
-        "model": {**model, "task_head": facts.head, "head_classes": facts.classes},
+        "model": {
+            **model, "implementation": "transformers",
+            "task_head": facts.head, "head_classes": facts.classes,
+        },
         "sequence_length": wishes.sequence_length or min(facts.sequence_length, model["positions"]),
         "batch": {"global": batch},
         "steps": 1,
@@ -96,6 +100,11 @@ def recipe_of(
 
 
 def _validated(values: Mapping[str, Any], wishes: Wishes) -> Recipe:
-    return validate(
-        values, f"finetune/{wishes.task}", YamlDocument("", {}), ((),), wishes.settings
-    )
+    name = f"finetune/{wishes.task}"
+    recipe = validate(values, name, YamlDocument("", {}), ((),), wishes.settings)
+    if recipe.model.implementation != "transformers":
+        key = "model.implementation"
+        came = f"{key}={recipe.model.implementation}"
+        rule = "heads of tasks are those of transformers"
+        raise ProblemsError.of(key, came, rule, f"leave --set {key} out", where=name)
+    return recipe

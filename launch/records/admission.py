@@ -121,6 +121,8 @@ def _admit_locked(
             f"{directory.path} already holds steps of this recipe, and a run is never overwritten: train "
             "on from its newest checkpoint with --resume, or start a second run elsewhere with --out"
         )
+    if newest is not None and plan.recipe.task is not None:
+        _refuse_another_engine(directory.path, saved, plan)
     if newest is None:
         _refuse_lost(directory, saved.recipe, damaged, records)
         return False, _rename_metrics(directory, records, plan.recipe.begins_after)
@@ -133,6 +135,22 @@ def _admit_locked(
             f"never cut back: give --steps {done} or more, or start another run with --out"
         )
     return True, _notices_of_changes(saved, plan, changes.allowed)
+
+
+def _refuse_another_engine(path: Path, saved: Plan, plan: Plan) -> None:
+    """Refuse to resume a fine-tuning, whose checkpoints are the engine's own, under another one."""
+    for name in ("zero_stage", "offload", "precision", "layout"):
+        before = getattr(saved, name)
+        now = getattr(plan, name)
+        if name == "layout":
+            before = before.dp
+            now = now.dp
+            name = "processes"
+        if before != now:
+            raise ValueError(
+                f"{path} was trained with {name} {before}, and now it is {now}: DeepSpeed's checkpoints are "
+                f"read only by the engine that wrote them; resume with {before}, or start again with --out"
+            )
 
 
 def _refuse_lost(

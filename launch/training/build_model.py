@@ -14,7 +14,7 @@ from launch.ranks import processes
 from modeling import cost
 from modeling.families import family_of, model_shape
 from modeling.fusing import has_gpu_compiler
-from modeling.initialization import DTYPES, NEW_HEADS, Init
+from modeling.initialization import DTYPES, Init
 from modeling.layer_list import Definitions, Pipeline, Stack, share_draws, stage_bounds
 from modeling.parallel.process_grid import ProcessGrid
 from modeling.transformer import TransformerLayer
@@ -67,14 +67,8 @@ def build_module(
     family = family_of(plan.recipe.model)
     shape = model_shape(recipe, plan.padded_vocab)
     group = grid.tensor_group
-    new = NEW_HEADS if recipe.model.task_head != "none" else ()
     init = Init(
-        recipe.seed,
-        recipe.init_std,
-        recipe.model.layers,
-        given=given,
-        new=new,
-        drawn=drawn,
+        recipe.seed, recipe.init_std, recipe.model.layers, given=given, drawn=drawn
     )
     if plan.zero_stage == 3:
         init = replace(init, dtype=DTYPES[plan.precision])

@@ -140,8 +140,8 @@ def plan_job(
         plan = replace(plan, notices=(*plan.notices, Notice("deepspeed", newer)))
     if compiled and recipe.model.implementation == "transformers":
         raise ValueError(
-            "--compile with model.implementation=transformers: these rows run transformers' modules as their "
-            "source did, uncompiled; leave --compile out, or --set model.implementation=megarecipes"
+            "--compile with model.implementation=transformers: transformers' modules run uncompiled, as those "
+            "of the rows' sources did; leave --compile out"
         )
     if initial_weights is not None:
         plan = replace(plan, notices=(*plan.notices, *initial_weights.check(recipe)))

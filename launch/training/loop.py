@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
 
 from launch.ranks import ending
 from launch.ranks.watchdog import Phase
@@ -15,13 +14,10 @@ from launch.training.run import Start, TrainingRun, next_batch, run_watchdog
 from modeling.parallel.layers import seed_step
 
 
-def train(
-    start: Start, after: Callable[[TrainingRun], None] = lambda run: None
-) -> EarlyStop | None:
+def train(start: Start) -> EarlyStop | None:
     """Train on this rank to the recipe's last step; return an early stop, or None. Collective.
 
-    `after` is called after the last step, also if an earlier launch made it, but not with transformers'
-    Trainer. Raises Diverged where the loss is lost.
+    Raises Diverged where the loss is lost.
     """
     job = start.job
     recorder = start.recorder
@@ -65,5 +61,4 @@ def train(
             early = run.end_if_due(step, news)
             if early:
                 return early
-        after(run)
     return None

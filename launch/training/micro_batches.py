@@ -232,9 +232,6 @@ def salts_of_step(
     # Made on the device, for a copy would wait for it: a rank's rows follow each other.
     first = int(rows.flat[0])
     samples = torch.arange(first, first + rows.size, device=device).view(rows.shape)
-    if recipe.model.task_head == "choice":  # a sample of the model is one choice
-        choices = torch.arange(recipe.model.head_classes, device=device)
-        samples = (samples[..., None] * recipe.model.head_classes + choices).flatten(1)
     return list(salts_of(recipe.seed, step, samples, recipe.sequence_length))
 
 

@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property, partial
@@ -15,12 +15,19 @@ from typing import TYPE_CHECKING, Any
 
 from ds_configs.findings import find, lookup
 from ds_configs.plan import Machine
+from launch.checkpoints.run_checkpoints import (
+    Checkpoint,
+    CheckpointChoice,
+    DamagedCheckpoint,
+    first_whole,
+    found,
+)
 from launch.console import arguments, terminal
 from launch.machine import checks, description
 from launch.ranks import ending, joining, launch_environment, processes
 from launch.ranks.meeting import Meeting
 from launch.records.facts import Ending, Entropies, RunFacts, SilentRecorder
-from launch.training.early_ends import Diverged, EarlyEnd, stacks_at_quit
+from launch.training.early_ends import Diverged, EarlyEnd, EarlyStop, stacks_at_quit
 from launch.training.job import (
     WISHES,
     InitialWeights,
@@ -41,9 +48,8 @@ from recipes.schema import Recipe
 
 if TYPE_CHECKING:
     from data.corpus import Corpus
-    from launch.checkpoints.run_checkpoints import CheckpointChoice
     from launch.records.directory import RunDirectory
-    from launch.training.run import TrainingRun
+    from launch.training.run import Start
     from modeling.parallel.process_grid import ProcessGrid
 
 RUN_RULES = (
@@ -79,8 +85,9 @@ class Training:
     emulated_fp16: bool
     # makes the training data; raises ValueError or OSError. Collective
     corpus: Callable[[Meeting], Corpus]
-    # After the last step, before the engine is released. Collective.
-    after: Callable[[TrainingRun], None] = lambda run: None
+    # trains instead of our loop, and finds the checkpoints that it keeps
+    loop: Callable[[Start], EarlyStop | None] | None = None
+    checkpoints: Callable[[Path], Iterable[Checkpoint | DamagedCheckpoint]] = found
     # On rank 0 after a good end; makes the sample or the scores.
     outcome: Callable[[Corpus], Ending] = lambda corpus: Ending()
     clock: joining.StartClock = field(default_factory=joining.StartClock)
@@ -255,7 +262,6 @@ def job_of(
 
 def open_run_directory(training: Training) -> RunDirectory | None:
     """Open the run directory on rank 0. Raises ValueError where this rank cannot start there."""
-    from launch.checkpoints.run_checkpoints import first_whole, found
     from launch.records.admission import admit
 
     job = training.job
@@ -267,7 +273,7 @@ def open_run_directory(training: Training) -> RunDirectory | None:
         from launch.records import wandb_run
 
         wandb_run.check(job.directory)
-    whole, damaged = first_whole(found(job.checkpoints))
+    whole, damaged = first_whole(training.checkpoints(job.checkpoints))
     newest = whole.step if whole else None
     lost = [(each.directory, each.why) for each in damaged]
     how = (job.directory, training.facts, sys.argv)
@@ -371,7 +377,7 @@ def run(training: Training, directory: RunDirectory | None, meeting: Meeting) ->
             write = partial(job.adopt, job.plan, job.checkpoints, checksum(corpus))
             meeting.settle(system_refusals(job.directory)(write), PREPARATION)
         # once, before the records are cut back to it
-        chosen = choose_checkpoint(job, grid, corpus)
+        chosen = choose_checkpoint(training, grid, corpus)
     except ValueError as e:
         ending.refuse(e)
     training.clock.mark("data")
@@ -382,10 +388,8 @@ def run(training: Training, directory: RunDirectory | None, meeting: Meeting) ->
         stacks_at_quit(job.directory / f"stacks-rank-{processes.rank()}.txt"),
     ):
         try:
-            stopped = train(
-                Start(job, recorder, corpus, grid, chosen.checkpoint, meeting),
-                training.after,
-            )
+            begun = Start(job, recorder, corpus, grid, chosen.checkpoint, meeting)
+            stopped = (training.loop or train)(begun)
         except EarlyEnd as e:
             reason = None if isinstance(e, Diverged) else e.why
             recorder.finish(
@@ -419,14 +423,19 @@ def run(training: Training, directory: RunDirectory | None, meeting: Meeting) ->
             raise SystemExit(NOT_RECORDED)
 
 
-def choose_checkpoint(job: Job, grid: ProcessGrid, corpus: Corpus) -> CheckpointChoice:
+def choose_checkpoint(
+    training: Training, grid: ProcessGrid, corpus: Corpus
+) -> CheckpointChoice:
     """Choose the checkpoint that a resume or a branch goes on from, if any. Collective. Raises ValueError."""
-    from launch.checkpoints.run_checkpoints import CheckpointChoice
     from launch.training.run import checksum
 
+    job = training.job
     recipe = job.plan.recipe
     chosen = CheckpointChoice(None)
-    if job.resume or job.adopt:
+    if training.loop is not None:
+        if job.resume:
+            chosen = first_whole(training.checkpoints(job.checkpoints))
+    elif job.resume or job.adopt:
         from launch.checkpoints import reading
 
         with system_refusals(Path.cwd()):

@@ -15,7 +15,6 @@ transformers'. Inputs and records are ours, so that such a run is comparable wit
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import time
@@ -62,14 +61,12 @@ def train(start: Start) -> EarlyStop | None:
     with contextlib.ExitStack() as stack:
         watchdog = stack.enter_context(run_watchdog(start))
         compiled_ops.prepare(plan.ds, grid.control_group, recorder.say)
-        stack.enter_context(_isolate_accelerate())
+        stack.enter_context(isolate_accelerate())
         arguments = training_arguments(plan, str(job.directory))
         drawn = start.checkpoint is None
         given = job.initial_weights
         model = transformers_model.build(plan.recipe, given, drawn=drawn)
-        if plan.zero_stage == 0:
-            plain = functools.partial(_plain_data_parallel, grid)
-            stack.enter_context(mock.patch.object(deepspeed, "initialize", plain))
+        stack.enter_context(own_plain_engine(plan, grid))
         batches = training_batches(plan, start.corpus, grid, start.checkpoint)
         stack.enter_context(contextlib.closing(batches))
         stop = stack.enter_context(StopRequest(job.stop_file))
@@ -83,7 +80,7 @@ def train(start: Start) -> EarlyStop | None:
             )
 
         trainer = RecipeTrainer(
-            plan.recipe, batches, watchdog, model=model, args=arguments
+            batches, plan.recipe, watchdog, model=model, args=arguments
         )
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(FollowRun(begin, trainer))
@@ -91,8 +88,11 @@ def train(start: Start) -> EarlyStop | None:
     return trainer.stopped
 
 
-def training_arguments(plan: Plan, directory: str) -> TrainingArguments:
-    """Return Trainer's settings. Trainer refuses values other than those of the DeepSpeed JSON."""
+def training_arguments(plan: Plan, directory: str, **more: Any) -> TrainingArguments:
+    """Return Trainer's settings. Trainer refuses values other than those of the DeepSpeed JSON.
+
+    `more`: settings of a fine-tuning.
+    """
     recipe = plan.recipe
     layout = plan.layout
     optimizer = plan.recipe.optimizer
@@ -122,6 +122,7 @@ def training_arguments(plan: Plan, directory: str) -> TrainingArguments:
         disable_tqdm=True,
         # it would wait for the device after every micro-batch
         logging_nan_inf_filter=False,
+        **more,
     )
     torch.set_num_threads(threads)  # accelerate gives a rank all cores of the machine
     return arguments
@@ -170,37 +171,27 @@ class FollowRun(TrainerCallback):
         control.should_training_stop |= self.trainer.stopped is not None
 
 
-class RecipeTrainer(Trainer):
-    """Trainer on the recipe's batches, loss, groups of parameters and schedule."""
+class OwnOptimizerTrainer(Trainer):
+    """Trainer with the recipe's groups of parameters and schedule, which keeps the figures of a step."""
 
     # Accelerate puts stand-ins and DeepSpeed's engine where Trainer's annotations promise torch's classes.
     model_wrapped: Any
     optimizer: Any
     lr_scheduler: Any
 
-    def __init__(
-        self, recipe: Recipe, batches: StepBatches, watchdog: Watchdog, **arguments: Any
-    ) -> None:
+    def __init__(self, recipe: Recipe, watchdog: Watchdog, **arguments: Any) -> None:
         super().__init__(**arguments)
         self.recipe = recipe
-        self.batches = batches
         self.watchdog = watchdog
         self.losses: list[torch.Tensor] = []  # of the micro-batches of the current step
         # wall time when the step began; seconds it waited for its batch
         self.started = self.waited = 0.0
         self.stopped: EarlyStop | None = None  # how the run was stopped early
 
-    def get_train_dataloader(self) -> Any:
-        """Return an iterator over micro-batches."""
-        return each_micro_batch(self.batches)
-
     def get_batch_samples(
-        self,
-        epoch_iterator: Iterator[MicroBatch],
-        num_batches: int,
-        device: torch.device,
-    ) -> tuple[list[MicroBatch], None]:
-        """Return the micro-batches of one step, uncounted: our weights make the loss a mean."""
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], None]:
+        """Return the micro-batches of one step, uncounted: the loss of each is a mean already."""
         self.watchdog.enter(Phase.DATA, self.state.global_step + 1)
         self.started = time.perf_counter()
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -230,6 +221,22 @@ class RecipeTrainer(Trainer):
         with steps.explain_floor(model):
             return super().training_step(model, *inputs, **how)
 
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Return 0: `launch.records.result` counts operations."""
+        return 0
+
+
+class RecipeTrainer(OwnOptimizerTrainer):
+    """Trainer on the recipe's batches and loss."""
+
+    def __init__(self, batches: StepBatches, *given: Any, **arguments: Any) -> None:
+        super().__init__(*given, **arguments)
+        self.batches = batches
+
+    def get_train_dataloader(self) -> Any:
+        """Return an iterator over micro-batches."""
+        return each_micro_batch(self.batches)
+
     def compute_loss(
         self, model: DeepSpeedEngine, inputs: MicroBatch, *_: Any, **__: Any
     ) -> torch.Tensor:
@@ -241,10 +248,6 @@ class RecipeTrainer(Trainer):
     def _prepare_inputs(self, inputs: MicroBatch) -> MicroBatch:
         """Leave inputs alone: Trainer would round the loss's weights to the model's precision."""
         return inputs
-
-    def floating_point_ops(self, inputs: MicroBatch) -> int:
-        """Return 0: `launch.records.result` counts operations."""
-        return 0
 
 
 def forward(engine: DeepSpeedEngine, batch: MicroBatch) -> tuple[torch.Tensor]:
@@ -261,16 +264,21 @@ def each_micro_batch(batches: StepBatches) -> Iterator[MicroBatch]:
         yield from next_batch(batches)
 
 
-def _plain_data_parallel(
-    grid: ProcessGrid, config_params: dict[str, Any], **how: Any
-) -> tuple[Any, ...]:
+@contextlib.contextmanager
+def own_plain_engine(plan: Plan, grid: ProcessGrid) -> Iterator[None]:
     """Give accelerate our engine for ZeRO stage 0 in the place of DeepSpeed's."""
-    engine = zero0.initialize(config=config_params, mpu=grid, **how)
-    return engine, engine.optimizer, None, engine.lr_scheduler
+
+    def plain(config_params: dict[str, Any], **how: Any) -> tuple[Any, ...]:
+        engine = zero0.initialize(config=config_params, mpu=grid, **how)
+        return engine, engine.optimizer, None, engine.lr_scheduler
+
+    initialize = plain if plan.zero_stage == 0 else deepspeed.initialize
+    with mock.patch.object(deepspeed, "initialize", initialize):
+        yield
 
 
 @contextlib.contextmanager
-def _isolate_accelerate() -> Iterator[None]:
+def isolate_accelerate() -> Iterator[None]:
     """Keep accelerate quiet, and reset its and transformers' global state in the end."""
     if os.environ.get("MEGARECIPES_VERBOSE") != "1":
         logging.getLogger("accelerate").setLevel(logging.ERROR)

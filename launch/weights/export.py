@@ -121,7 +121,9 @@ def export(  # noqa: PLR0913
         rounding = 0.0
         needed = COMPARING * sum(p.numel() for p in meta_parameters(recipe).values())
         free = int(memory.available())
-        if compare_logits or needed <= free:
+        # a task's head computes in transformers only
+        computed = recipe.model.task_head == "none"
+        if computed and (compare_logits or needed <= free):
             batch = RandomBatch.of(recipe)
             ours = our_logits(recipe, _in_type(master, kind), batch)
             if dtype != "float32":
@@ -197,16 +199,13 @@ class RandomBatch(NamedTuple):
         """Draw a batch by the recipe's seed."""
         generator = torch.Generator().manual_seed(recipe.seed)
         inputs = family_of(recipe.model).fields.inputs
-        samples = (
-            recipe.model.head_classes if recipe.model.task_head == "choice" else SAMPLES
-        )
-        shape = (samples, min(POSITIONS, recipe.positions))
+        shape = (SAMPLES, min(POSITIONS, recipe.positions))
         return RandomBatch(
             torch.randint(recipe.model.vocab_size, shape, generator=generator),
             torch.randint(2, shape, generator=generator)
             if "token_types" in inputs
             else None,
-            torch.tensor([shape[1], *[shape[1] // 2 + 1] * (samples - 1)])
+            torch.tensor([shape[1], *[shape[1] // 2 + 1] * (SAMPLES - 1)])
             if "lengths" in inputs
             else None,
         )
@@ -223,8 +222,6 @@ def our_logits(recipe: Recipe, weights: Tensors, batch: RandomBatch) -> Logits:
     """Compute the logits of our own model in one process."""
     with torch.no_grad():
         outcome = whole_model(recipe, weights)(*(x for x in batch if x is not None))
-    if recipe.model.task_head != "none":  # of tokens for spans, else of samples
-        return (outcome[batch.mask] if recipe.model.task_head == "span" else outcome,)
     logits, *sentence = outcome if isinstance(outcome, tuple) else (outcome,)
     tokens = logits[..., : recipe.model.vocab_size][batch.mask]
     return (tokens, *(x for x in sentence if x is not None))

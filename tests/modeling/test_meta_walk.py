@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from launch.training.engine import move_buffers
 from launch.training.micro_batches import for_pipeline, for_plain, padded_arguments
 from modeling import bert, gpt2, unpadding
-from modeling.bert import BertShape, TaskShape
+from modeling.bert import BertShape
 from modeling.counting import tensor_rank
 from modeling.gpt2 import GPT2Shape
 from modeling.hidden_dropout import HiddenDropout, salts_of
@@ -35,7 +35,7 @@ from recipes.families import Fixed
 from recipes.layout import Coordinates
 from tools.benchmarks.random_batch import random_batch
 
-B, S, P, V, CHOICES = 4, 256, 8, 90, 2
+B, S, P, V = 4, 256, 8, 90
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 SOP = {"sentence_head": "sop"}
 
@@ -63,17 +63,15 @@ class Case:
     tp: int = 1
 
     def shape(self) -> Any:
-        kind = {"gpt2": GPT2Shape, "bert": BertShape}.get(self.family.name, TaskShape)
-        named = {"task_head": self.family.name} if kind is TaskShape else {}
+        kind = {"gpt2": GPT2Shape, "bert": BertShape}[self.family.name]
         sizes = dict(layers=2, hidden=32, heads=4, vocab=V, padded_vocab=128, positions=self.length)
-        return kind(**sizes, **named, **self.options)
+        return kind(**sizes, **self.options)
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        choices = self.options.get("choices", 1)
-        batch = random_batch(self.family.fields, B, self.length, P, V, sequences=choices)
+        batch = random_batch(self.family.fields, B, self.length, P, V)
         if self.full:
             batch["lengths"] = torch.full((B,), self.length)
-        samples = torch.arange(B * choices, device="meta")
+        samples = torch.arange(B, device="meta")
         salts = salts_of(1, 0, samples, self.length) if self.options.get("hidden_dropout") else None
         if self.form == "plain":
             return for_plain(batch, "meta", salts, self.tp if self.options.get("sequence_parallel") else 1)
@@ -84,8 +82,6 @@ class Case:
         return (*(inputs if isinstance(inputs, tuple) else (inputs,)), *targets), named
 
 
-HEADS = bert.TASK_FAMILIES
-SPAN, CLASSES = HEADS["span"], HEADS["classification"]
 SEQUENCE = {"sequence_parallel": True}
 CASES = {
     "GPT-2": Case(),
@@ -108,11 +104,6 @@ CASES = {
     "BERT, lengths of a pipeline": Case(bert.FAMILY, {**DROPOUT, "checkpoint_interval": 1}, form="lengths"),
     "BERT, post-LN": Case(bert.FAMILY, {**DROPOUT, "post_norm": True}),
     "BERT, sequence parallel": Case(bert.FAMILY, {**SOP, **DROPOUT, **SEQUENCE}, tp=2),
-    "classes": Case(CLASSES, {**DROPOUT, "outputs": 2}),
-    "classes, sequence parallel": Case(CLASSES, {**DROPOUT, **SEQUENCE}, tp=2, form="padded"),
-    "spans": Case(SPAN, DROPOUT),
-    "spans, padded": Case(SPAN, DROPOUT, form="padded"),
-    "choices": Case(HEADS["choice"], {**DROPOUT, "outputs": 1, "choices": CHOICES}),
 }
 
 

@@ -306,7 +306,7 @@ WRONG_FOR_BERT = {
     "data.tokenizer.kind=trained_bpe": "needs a vocabulary with [CLS], [SEP], [MASK] and [PAD]",
     "data.tokenizer.kind=bert_uncased": "the published vocabulary has 30522 tokens",
     "data={source: hub, name: x, tokenizer: {kind: trained_wordpiece}}": "and model.vocab_size to 30522",
-    "model.implementation=transformers": "Trainer is run with its GPT-2; set model.family to gpt2",
+    "model.implementation=transformers": "its BERT is only fine-tuned; set model.family to gpt2",
     "model.attention=[banded]": "banded layers and model.family=bert: sparse patterns look back only",
     "data.attend=document": "with model.family=bert: a BERT's samples are made of segments",
     "data.positions=document": "not cut out of joined documents; set it to window",

@@ -17,23 +17,15 @@ def random_batch(
     length: int,
     predictions: int,
     vocabulary: int,
-    sequences: int = 1,
-    classes: int = 2,
 ) -> MicroBatch:
-    """Make a random micro-batch; each sample predicts `predictions` tokens, the last is padded.
-
-    In a task a sample has `sequences` sequences, and labels are below `classes`.
-    """
-    sizes = {"B": samples * sequences, "N": samples, "S": length, "P": predictions}
+    """Make a random micro-batch; each sample predicts `predictions` tokens, the last is padded."""
+    sizes = {"B": samples, "S": length, "P": predictions}
     shortest = length - length // 4
     below = {
         "token_types": TOKEN_TYPES,
         "positions": shortest,
         "sentence_labels": SENTENCE_CLASSES,
     }
-    below |= {"starts": shortest, "ends": shortest}
-    if fields.sizes["weights"] == "N":
-        below["labels"] = classes
     values = {}
     for name, dimensions in fields.sizes.items():
         size = [sizes[dimension] for dimension in dimensions]

@@ -177,18 +177,11 @@ def config(
 
 
 def logits(model: Any, tokens: Tensor, token_types: Tensor, mask: Tensor) -> Logits:
-    """Return the logits of every token that is not padding and of a sentence head; or those of samples."""
+    """Return the logits of every token that is not padding and of a sentence head."""
     given = dict(
         input_ids=tokens, attention_mask=mask.long(), token_type_ids=token_types
     )
-    # (N, C, S), where our choices are samples
-    if type(model).__name__.endswith(TASK_CLASSES["choice"]):
-        given = {name: value[None] for name, value in given.items()}
     outcome = model(**given)
-    if "start_logits" in outcome:
-        return (torch.stack([outcome.start_logits, outcome.end_logits], -1)[mask],)
-    if "prediction_logits" not in outcome and outcome.logits.dim() == 2:
-        return (outcome.logits,)
     if "prediction_logits" in outcome:
         return outcome.prediction_logits[mask], outcome.seq_relationship_logits
     return (outcome.logits[mask],)

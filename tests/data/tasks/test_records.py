@@ -22,7 +22,7 @@ LINES = '{"sentence": "a film", "label": 1}\n' * 3
 
 
 def read(path, split="dev", facts=SST2):
-    return [each.value for each in read_split(facts, split, str(path))]
+    return list(read_split(facts, split, str(path)))
 
 
 def test_every_form_gives_the_same_records(tmp_path):
@@ -45,7 +45,7 @@ def test_squads_own_json_is_the_hubs_schema(tmp_path):
     (tmp_path / "own.json").write_text(json.dumps({"version": "v2.0", "data": [article]}))
     columns = [{"text": ["film"], "answer_start": [2]}, {"text": [], "answer_start": []}]
     assert read(tmp_path / "own.json", facts=TASKS["squad2"]) == [
-        {"id": each["id"], "question": each["question"], "title": "t", "context": "a film", "answers": own}
+        {"id": each["id"], "question": each["question"], "context": "a film", "answers": own}
         for each, own in zip(asked, columns, strict=True)
     ]
 
@@ -91,11 +91,13 @@ def test_glues_own_tables_are_the_hubs_schema(name, split, tmp_path):
     path = tmp_path / ("a.txt" if "\ufeff" in header else "a.tsv")
     path.write_text("\n".join([header, row, row, "torn", ""]), newline="")
     found = read_split(facts, split, str(path))
-    assert all(fields.items() <= each.value.items() for each in found[:2])
-    assert len(found) == 3 and "has 1 columns, and the header" in found[2].why
-    example = parse_examples(facts, split, found, choices.parse).sound[0]
-    assert example.choices == (tuple(fields[text] for text in facts.texts),)
-    assert example.label in ((None,) if split.startswith("test") else (0, 1))
+    fields = {name: str(value) for name, value in fields.items()}
+    assert len(found) == 3 and all(fields.items() <= each.items() for each in list(found)[:2])
+    examples = parse_examples(facts, split, found, choices.parse)
+    torn = [] if split.startswith("test") else ["record 3"]  # of a test its empty text is predicted
+    assert [each.partition(":")[0] for each in examples.broken] == torn
+    assert examples.sound[0].choices == (tuple(fields[text] for text in facts.texts),)
+    assert examples.sound[0].label in ((None,) if split.startswith("test") else (0, 1))
 
 
 def test_races_own_articles_are_the_hubs_schema(tmp_path):
@@ -106,33 +108,31 @@ def test_races_own_articles_are_the_hubs_schema(tmp_path):
         (tmp_path / "train" / school).mkdir(parents=True)
         content = json.dumps(article | {"id": f"{school}1.txt"})
         (tmp_path / "train" / school / "1.txt").write_text(content)
-    (tmp_path / "train" / "middle" / "2.txt").write_text(json.dumps(article | {"options": []}))
-    (tmp_path / "train" / "middle" / "3.txt").write_text("{")
     (tmp_path / "one.json").write_text(content)
     own = {"article": "a film", "question": "two?", "options": list("tuvw"), "answer": "A"}
     race = TASKS["race"]
     for place, schools in (("train", ("high", "middle")), ("one.json", ("middle",))):
-        found = read_split(race, "train", str(tmp_path / place))
-        sound = [each.value for each in found if not each.why]
-        assert sound[1::2] == [own | {"example_id": f"{school}1.txt"} for school in schools]
-        whys = [each.why for each in found if each.why]
-        assert len(whys) == (2 if place == "train" else 0)
-    assert read(tmp_path / "train" / "middle" / "1.txt", "train", race) == sound
+        found = read(tmp_path / place, "train", race)
+        assert found[1::2] == [own | {"example_id": f"{school}1.txt"} for school in schools]
+    assert read(tmp_path / "train" / "middle" / "1.txt", "train", race) == read(
+        tmp_path / "one.json", "train", race
+    )
+    (tmp_path / "train" / "middle" / "2.txt").write_text(json.dumps(article | {"options": []}))
+    with pytest.raises(ProblemsError, match="datasets cannot read it"):
+        read(tmp_path / "train", "train", race)
 
 
 def test_a_submission_has_a_row_for_every_example(tmp_path):
     """Of what cannot be read, too; metrics are those of the others."""
-    texts = ["fine", "", 3, "  ", "good"]
+    texts = ["fine", "", None, "  ", "good"]
     records = [{"sentence": text, "label": 1, "idx": 9 - i} for i, text in enumerate(texts)]
-    path = write_lines(tmp_path / "test.jsonl", [*records, {"sentence": "odd", "label": 5}])
-    with path.open("a") as file:
-        file.write("{\n")
+    path = write_lines(tmp_path / "test.jsonl", [*records, {"sentence": "odd", "label": 5, "idx": 4}])
     found = parse_examples(SST2, "test", read_split(SST2, "test", str(path)), choices.parse)
-    assert [each.choices[0][0] for each in found.sound] == ["fine", "", "", "  ", "good", "odd", ""]
-    assert "test: 3 broken examples predicted from what is readable" in str(found)
-    done = choices.score(SST2, "test", found.sound, np.eye(2)[[1, 0, 0, 1, 1, 0, 0]])
+    assert [each.choices[0][0] for each in found.sound] == ["fine", "", "", "  ", "good", "odd"]
+    assert "test: 2 broken examples predicted from what is readable" in str(found)
+    done = choices.score(SST2, "test", found.sound, np.eye(2)[[1, 0, 0, 1, 1, 0]])
     rows = done.files["SST-2.tsv"].splitlines()
-    assert [row.split("\t")[0] for row in rows] == ["index", *map(str, (9, 8, 7, 6, 5, 5, 6))]
+    assert [row.split("\t")[0] for row in rows] == ["index", *map(str, (9, 8, 7, 6, 5, 4))]
     assert done.metrics == {"accuracy": 0.75}
     race, options = (
         TASKS["race"],
@@ -143,7 +143,7 @@ def test_a_submission_has_a_row_for_every_example(tmp_path):
     assert [each.choices for each in found.sound][1] == (("a", "b "),) * 4
     squad = TASKS["squad1"]
     write_lines(
-        path, [{"id": "q1", "question": "", "context": "a"}, {"id": "q2", "question": 1, "context": "b"}]
+        path, [{"id": "q1", "question": "", "context": "a"}, {"id": "q2", "question": None, "context": "b"}]
     )
     found = parse_examples(squad, "test", read_split(squad, "test", str(path)), parse_question)
     assert [each.id for each in found.sound] == ["q1", "q2"] and len(found.broken) == 1
@@ -152,26 +152,21 @@ def test_a_submission_has_a_row_for_every_example(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("gone.jsonl", None, "no such file"),
-        ("empty.jsonl", "", "holds no records"),
+        ("empty.jsonl", "", "cannot read it"),
         ("fields.jsonl", '{"text": "x", "label": 1}\n', "has the fields text, label, and lack sentence"),
-        ("utf16.jsonl", LINES.encode("utf-16"), "it is UTF-16, and no record"),
-        ("utf16be.jsonl", LINES.encode("utf-16-be"), "no record can be read"),
-        ("binary.jsonl", bytes(range(256)) * 9, "no record can be read"),
-        ("program.jsonl", b"\x7fELF" + bytes(range(256)), "it is a program, and no record"),
-        ("packed.jsonl", gzip.compress(LINES.encode(), mtime=0), "not UTF-8 at byte 1; give JSON"),
-        ("nul.jsonl", bytes(99), "no record can be read"),
-        ("halves.jsonl", '{"sentence": "\\ud800", "label": 1}\n' * 2, "half of a surrogate pair"),
+        ("utf16.jsonl", LINES.encode("utf-16"), "cannot read it"),
+        ("binary.jsonl", bytes(range(256)) * 9, "cannot read it"),
+        ("packed.jsonl", gzip.compress(b"{" + LINES.encode(), mtime=0), "cannot read it"),
+        ("torn.jsonl", LINES + "{\n", "cannot read it"),
         ("other.csv", "a,b\n", "is of no kind that is read here"),
         ("headless.tsv", "a film\t1\n" * 3, "has the fields a film, 1, and lack sentence"),
-        ("no_article.txt", "a film", "no record can be read"),
-        ("object.json", '{"a": 1}', "holds"),
-        ("broken.parquet", "x", "cannot be read as parquet"),
+        ("no_article.txt", "a film", "not JSON"),
+        ("object.json", '{"a": 1}', "an article of SQuAD or RACE"),
+        ("broken.parquet", "x", "cannot read it"),
     ],
 )
 def test_what_is_no_data_set_is_refused(tmp_path, name, content, said):
-    if content is not None:
-        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ProblemsError) as refused:
         read_split(SST2, "dev", str(tmp_path / name))
     assert said in str(refused.value).replace("have the fields", "has the fields")
@@ -182,34 +177,19 @@ def test_the_hub_out_of_reach_is_refused_with_the_fix(monkeypatch):
         raise ConnectionError("no route")
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    with pytest.raises(ProblemsError, match=r"nyu-mll/glue cannot be had.*no route.*--train FILE"):
+    with pytest.raises(ProblemsError, match=r"glue train: datasets cannot read it: no route; .*--train FILE"):
         read_split(SST2, "train", None)
 
 
 def test_broken_examples_are_counted_and_named(tmp_path):
     sound = sentences(3)
-    broken = [{"sentence": "a film", "label": 2}, {"sentence": 3, "label": 1}]
+    broken = [{"sentence": "a film", "label": 2}, {"sentence": None, "label": 1}]
     path = write_lines(tmp_path / "dev.jsonl", [*sound, *broken])
-    with path.open("a") as file:
-        file.write("{\n")
     found = parse_examples(SST2, "dev", read_split(SST2, "dev", str(path)), choices.parse)
     assert [example.choices[0][0] for example in found.sound] == [record["sentence"] for record in sound]
-    assert "dev: 3 broken examples left out" in str(found)
-    assert f"{path}:4: label 2 is out of range: it is one of 0..1 (negative, positive)" in str(found)
-    assert f"{path}:5: sentence is int" in str(found) and f"{path}:6: not JSON" in str(found)
-
-
-def test_json_that_is_no_text_or_too_deep_is_a_broken_example(tmp_path):
-    path = write_lines(tmp_path / "dev.jsonl", sentences(1))
-    deep = '{"sentence": "a film", "label": 1, "x": %s}' % ("[" * 100_000 + "]" * 100_000)
-    with path.open("a") as file:
-        file.write(
-            '{"sentence": "\\ud800 x", "label": 1}\n' + deep + "\n" + deep.replace("[" * 99_900, "") + "\n"
-        )
-    found = parse_examples(SST2, "dev", read_split(SST2, "dev", str(path)), choices.parse)
-    assert len(found.sound) == 1 and "dev: 3 broken examples" in str(found)
-    assert f"{path}:2: a text with half of a surrogate pair" in str(found)
-    assert f"{path}:3: not JSON: maximum recursion depth" in str(found)
+    assert "dev: 2 broken examples left out" in str(found)
+    assert "record 4: label 2 is out of range: it is one of 0..1 (negative, positive)" in str(found)
+    assert "record 5: sentence is missing" in str(found)
 
 
 def test_a_file_of_broken_examples_alone_is_refused(tmp_path):

@@ -135,7 +135,7 @@ def test_a_test_split_takes_the_threshold_of_dev():
 def test_windows_cover_every_text_and_hold_its_answers(tokenizer):
     questions, wanted = drawn(60), recipe()
     made = windows_of(wanted, tokenizer, questions)
-    fields = made.features.take(range(len(made.features)))
+    fields = made.samples[:]
     assert len(made.windows) > len(questions)
     answered = set()
     for number, question in enumerate(questions):
@@ -143,12 +143,12 @@ def test_windows_cover_every_text_and_hold_its_answers(tokenizer):
         query = tokenizer(question.question, add_special_tokens=False)["input_ids"][:6]
         covered, own = set(), [i for i, window in enumerate(made.windows) if window.of == number]
         for i in own:
-            window, length = made.windows[i], fields["lengths"][i]
+            window = made.windows[i]
             row = [tokenizer.cls_token_id, *query, tokenizer.sep_token_id, *ids[window.start : window.stop]]
-            assert fields["tokens"][i, :length].tolist() == [*row, tokenizer.sep_token_id]
-            assert fields["token_types"][i].sum() == window.stop - window.start + 1
+            assert fields["input_ids"][i] == [*row, tokenizer.sep_token_id]
+            assert sum(fields["token_type_ids"][i]) == window.stop - window.start + 1
             covered.update(range(window.start, window.stop))
-            start, end = fields["starts"][i], fields["ends"][i]
+            start, end = fields["start_positions"][i], fields["end_positions"][i]
             if start:
                 text, at = question.answers[0]
                 first, last = (made.offsets[number][p - window.place + window.start] for p in (start, end))
@@ -187,7 +187,7 @@ def test_the_best_span_is_that_of_all_windows(tokenizer):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"context": None}, "context is NoneType"),
+        ({"context": None}, "context is missing"),
         ({"answers": None}, "answers are missing"),
         ({"answers": {"text": ["x"], "answer_start": []}}, "no texts with an answer_start each"),
         ({"answers": {"text": ["film"], "answer_start": [0]}}, "'film' is not at character 0"),

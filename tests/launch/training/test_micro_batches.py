@@ -12,7 +12,7 @@ from ds_configs.plan import HOST, Machine
 from ds_configs.resolver import resolve
 from launch.training import micro_batches
 from recipes import catalog
-from recipes.families import FAMILIES, TASK_FIELDS
+from recipes.families import FAMILIES
 from tools.benchmarks.random_batch import random_batch
 
 SIZES = dict(samples=3, length=24, predictions=4, vocabulary=90)
@@ -32,14 +32,6 @@ def test_a_random_batch_has_the_shapes_of_the_fields(family):
         value = batch(family)[name]
         assert value.shape == tuple(sizes[dimension] for dimension in dimensions), name
         assert value.dtype == (torch.float32 if "weights" in name else torch.int64), name
-
-
-def test_a_random_question_has_a_sequence_for_each_choice():
-    given = random_batch(TASK_FIELDS["choice"], **SIZES, sequences=4, classes=4)
-    assert given["tokens"].shape == (12, 24) and given["lengths"].shape == (12,)
-    assert given["labels"].shape == given["weights"].shape == (3,) and given["labels"].max() < 4
-    spans = random_batch(TASK_FIELDS["span"], **SIZES)
-    assert spans["ends"].shape == (3,) and max(spans["starts"].max(), spans["ends"].max()) < 24
 
 
 @EACH_FAMILY
