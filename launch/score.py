@@ -5,45 +5,31 @@ python launch/score.py runs/default-sotu-zero3_offload
 
 from __future__ import annotations
 
+import importlib.util
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launch.console import arguments, ends, new_output
 from launch.console.arguments import place_problem
-from launch.machine import description
-from launch.ranks import joining, processes
-from recipes.key_paths import key_of
+from launch.ranks import ending, joining, processes
+from recipes.families import TRAINED
 from recipes.problems import Problem, ProblemsError
+from recipes.schema import Recipe, Tokenizer
 
 if TYPE_CHECKING:
-    from launch.evaluation.scoring_plan import ScoringJob
+    from launch.evaluation.scoring import ScoringJob
+    from launch.evaluation.trained_model import TrainedModel
 
-# Sections of a recipe decided by other flags, and sections without effect on scores.
-BY_FLAGS = {"precision": "--precision", "batch": "--batch"}
-FOR_TRAINING = (
-    "dropout",
-    "activation_checkpointing",
-    "optimizer",
-    "schedule",
-    "steps",
-    "init_std",
-    "ds_config",
-)
-
-LESS_MEMORY = "lower --batch, take --precision bf16, or share the model out (--set parallel.tp=2 on two GPUs)"
+LESS_MEMORY = "lower --batch, or take --precision bf16"
+INSTALL = "pip install -e .[evaluate]"
 
 EXAMPLES = """\
 examples:
   python launch/score.py runs/default-sotu-zero3_offload
-      the held-out text of the run's own recipe: the loss that its last
+      the held-out samples of the run's own recipe: the loss that its last
       validation had
-  python launch/score.py RUN --set data.source=jsonl \\
-      --set data.name=other.jsonl
-      the held-out part of another text; every field of the recipe's data can
-      be set
   python launch/score.py RUN --text book.txt --stride 128
       all of a text: a file, a directory or a glob of JSON lines, parquet or
       plain text
@@ -63,41 +49,35 @@ examples:
   python launch/score.py RUN --tasks lambada --from_scratch
       the control: the run's shape and vocabulary with the weights that it
       began with
-  deepspeed --num_gpus 8 launch/score.py RUN --tasks wikitext103 \\
-      --set parallel.tp=8 --precision bf16
-      a model too large for one GPU, whatever layout trained it; deepspeed and
-      srun start it as well
 
-Every task but perplexity needs lm-evaluation-harness: pip install -e
-.[evaluate]. Of its names wikitext103 and lambada are task files of this
-project, by the protocols of the published scores.
+lm-evaluation-harness scores the model as transformers has it, in one process;
+layers that the first GPU has no room for go to the next ones, and then to the
+host. Of the names of tasks perplexity, wikitext103 and lambada are task files
+of this project, the last two by the protocols of the published scores.
+perplexity: without --text the samples that the run's validation read, and so
+its loss to rounding (of a run in fp32 1e-6, of one in bf16, which validates
+in bf16, a few 1e-5); with --text whole documents, each behind an
+end-of-document token.
 wikitext103: the test set is turned back into text; each window counts its
 last --stride tokens only; the perplexity is exp(sum of losses / original
 word-level tokens); the ratio of the two counts is shown.
 lambada: a passage is right where every token of its last word is the
 likeliest, given the ones before; --variant original is the authors' file in
 lower case, openai what Radford et al. and Megatron-LM score.
-Losses are added exactly (math.fsum of float64) and padding does not depend on
-the batch: layout and batch change figures by the rounding of products only,
-1e-6 of a perplexity in fp32, which is the default for that.
 A row that cannot be read, or a passage of one word, is left out, counted and
 said.
 Of a run the figures are also kept in RUN/scores.json, which launch/report.py
 shows next to published ones.
-exit codes: 0 scored, 1 failed, 2 refused before anything was started, 4 a
-rank hung (run.hang_after)."""
-
-TOKENIZER = "--set data.tokenizer, --set data.tokenizer.kind, --set data.tokenizer.path"
-RULES = (("--tokenizer", TOKENIZER, "both decide it"),)
+exit codes: 0 scored, 1 failed, 2 refused before the weights were read."""
 
 
 def build_parser() -> ArgumentParser:
-    parser = arguments.command(__doc__, EXAMPLES, RULES)
+    parser = arguments.command(__doc__, EXAMPLES)
     model = "a run, its checkpoints/step-NNNNNN, or a GPT-2 of transformers or Megatron"
     parser.add_argument("model", metavar="MODEL", help=model)
     add = parser.add_argument_group("on what").add_argument
     tasks = "perplexity, wikitext103, lambada, or tasks of lm-eval, with commas (default: perplexity)"
-    add("--tasks", type=names(), default=("perplexity",), metavar="NAMES", help=tasks)
+    add("--tasks", type=names, default=("perplexity",), metavar="NAMES", help=tasks)
     text = (
         "text for perplexity instead of the recipe's held-out one: a file, a directory or a glob of JSON "
         "lines, parquet or plain text"
@@ -105,11 +85,11 @@ def build_parser() -> ArgumentParser:
     add("--text", metavar="PATH", help=text)
     variant = "of lambada: the authors' text, or OpenAI's (default: original)"
     add("--variant", choices=("original", "openai"), help=variant)
-    data = "a local file for wikitext103 or lambada instead of the hub's: .jsonl, .parquet or text"
-    add("--data", metavar="FILE", help=data)
-    column = (
-        "field with the text (default: text; of --text the one that is surely the text)"
+    data = (
+        "local text for wikitext103 or lambada instead of the hub's, of the same kinds"
     )
+    add("--data", metavar="FILE", help=data)
+    column = "field with the text (default: the one that is surely the text)"
     add("--column", metavar="NAME", help=column)
     include = "directory with task files of your own, in lm-eval's form: their Python runs, so trust it"
     add("--include_path", metavar="DIR", help=include)
@@ -126,15 +106,9 @@ def build_parser() -> ArgumentParser:
     scratch = "take only shape and vocabulary of MODEL, and draw all weights by its seed: the control"
     add("--from_scratch", action="store_true", help=scratch)
     add = parser.add_argument_group("how to run it").add_argument
-    setting = "a field of the recipe, e.g. --set parallel.tp=2 --set data.name=FILE; repeatable"
-    add("--set", action="append", default=[], metavar="KEY=VALUE", help=setting)
-    batch = (
-        "windows of a forward pass, of each data-parallel rank (default: %(default)s)"
-    )
+    batch = "windows of a forward pass (default: %(default)s)"
     add("--batch", type=arguments.whole(most=10**5), default=8, metavar="N", help=batch)
-    precision = (
-        "of weights and products (default: %(default)s); losses are summed in float64"
-    )
+    precision = "of weights and products (default: %(default)s); losses are of fp32"
     add("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help=precision)
     tokenizer = (
         "directory of the model's tokenizer, where it is not next to the weights"
@@ -147,102 +121,169 @@ def build_parser() -> ArgumentParser:
     return parser
 
 
-def names() -> Callable[[str], tuple[str, ...]]:
-    """Make a reader of names between commas, each once."""
-
-    def read(text: str) -> tuple[str, ...]:
-        found = [name.strip() for name in text.split(",")]
-        if not all(found):
-            raise ArgumentTypeError(
-                f"{text[:40]!r}: give names with commas between them"
-            )
-        return tuple(dict.fromkeys(found))
-
-    return read
+def names(text: str) -> tuple[str, ...]:
+    """Read names between commas, each once."""
+    found = [name.strip() for name in text.split(",")]
+    if not all(found):
+        raise ArgumentTypeError(f"{text[:40]!r}: give names with commas between them")
+    return tuple(dict.fromkeys(found))
 
 
 def main() -> None:
     args = build_parser().parse_args()
-    meeting = joining.meet()
-    job, out = meeting.settle(lambda: checked(args))
-    # A run still in training may have saved a newer checkpoint meanwhile.
-    weights = Path(meeting.from_rank_0(str(job.model.weights)))
-    job = replace(job, model=replace(job.model, weights=weights))
-    with joining.joined(meeting, job.plan.layout.tp, out_of_memory_advice=LESS_MEMORY):
-        from launch.evaluation.scoring import run  # loads torch and deepspeed
+    meeting = joining.meet(check_alone)
+    job = meeting.settle(lambda: checked(args))
+    from launch.evaluation import scoring
 
-        run(job, out, meeting)
-
-
-def checked(args: Namespace) -> tuple[ScoringJob, Path | None]:
-    """Make the job from the flags, and check rank 0's file for the result. Raises ValueError."""
-    from launch.evaluation.scores import SCORES, read_scores
-    from launch.evaluation.scoring_plan import ScoringWishes, checked_job
-
-    check_settings(args)
-    flags = {
-        name: value
-        for name, value in vars(args).items()
-        if name in ScoringWishes.__dataclass_fields__
-    }
-    job = checked_job(
-        ScoringWishes(**flags, settings=args.set),
-        processes.world_size(),
-        description.detect_machine(),
-    )
-    out = (
-        new_output.new_file("--out", args.out, (".json",))
-        if args.out and processes.rank() == 0
-        else None
-    )
-    if job.model.run is not None and not args.from_scratch:
-        # What cannot be added to is said before the hours of scoring.
-        read_scores(job.model.run)
-        if not args.out and (problem := place_problem(job.model.run)):
-            came = f"{job.model.run}: {SCORES} {problem[0]}"
-            rule = "scores are kept with their run"
-            fix = "add --out FILE.json, and only that is written"
-            raise ProblemsError.of("--out", came, rule, fix)
-    return job, out
+    tasks = meeting.settle(lambda: scoring.load(job))
+    try:
+        with ending.explain_out_of_memory(LESS_MEMORY):
+            scoring.run(job, tasks)
+    except ending.Failed as error:
+        raise SystemExit(str(error)) from None
 
 
-def check_settings(args: Namespace) -> None:
-    """Refuse --set of keys decided by flags or weights, or used in training only. Raises ProblemsError."""
+def check_alone() -> None:
+    """Refuse several processes, and an environment without lm-eval. Raises ProblemsError."""
+    ranks = processes.world_size()
     problems = []
-    for setting in args.set:
-        key = key_of(setting)
-        section = key.partition(".")[0]
-        flag = BY_FLAGS.get(section)
-        came = f"--set {setting}"
-        if flag:
-            problems.append(Problem(key, came, f"{flag} decides it", f"give {flag}"))
-        elif section in FOR_TRAINING:
-            problems.append(
-                Problem(key, came, "nothing is trained here", "leave it out")
-            )
-        elif section == "parallel" and key != "parallel.tp":
-            rule = (
-                "every checkpoint is scored on one process or on tensor-parallel ranks"
-            )
-            problems.append(
-                Problem(key, came, rule, "set parallel.tp, or leave it out")
-            )
-        elif section == "data" and (
-            args.text is not None or "perplexity" not in args.tasks
-        ):
-            decides = "--tasks" if args.text is None else "--text"
-            problems.append(
-                Problem(
-                    key,
-                    came,
-                    f"{decides} decides what is read",
-                    "leave one of the two out",
-                )
-            )
-        elif section == "model" and key != "model.vocab_divisible_by":
-            problems.append(Problem(key, came, "the weights decide it", "leave it out"))
+    if ranks > 1:
+        rule = "one process scores, on all its GPUs if it needs them"
+        fix = "start it with python, or set WORLD_SIZE to 1"
+        problems.append(Problem("WORLD_SIZE", f"{ranks} processes", rule, fix))
+    if importlib.util.find_spec("lm_eval") is None:
+        rule = "lm-evaluation-harness runs every task"
+        problems.append(Problem("lm_eval", "lm-eval is not installed", rule, INSTALL))
     if problems:
         raise ProblemsError(problems)
+
+
+def checked(args: Namespace) -> ScoringJob:
+    """Make the job from the flags; of the weights only headers are read. Raises ValueError."""
+    from launch.evaluation import trained_model
+    from launch.evaluation.protocols import PERPLEXITY, PUBLISHED
+    from launch.evaluation.scoring import ScoringJob
+
+    processes.check_device()
+    model = trained_model.open_model(
+        args.model, args.tokenizer, refuse_bert, args.weights_args
+    )
+    window = args.window or model.recipe.sequence_length
+    problems = [*unfit_tasks(args), *unfit_windows(args, model.recipe, window)]
+    if problems:
+        raise ProblemsError(problems)
+    recipe = held_out_recipe(model)
+    column = dict(column=args.column, limit=args.limit)
+    published = dict(column, file=args.data, variant=args.variant)
+    texts = dict.fromkeys(PUBLISHED, published)
+    texts[PERPLEXITY] = dict(column, text=args.text, recipe=recipe)
+    out = new_output.new_file("--out", args.out, (".json",)) if args.out else None
+    check_place(args, model.run)
+    plain = {
+        name: getattr(args, name)
+        for name in (
+            "tasks",
+            "include_path",
+            "stride",
+            "limit",
+            "batch",
+            "precision",
+            "from_scratch",
+        )
+    }
+    return ScoringJob(args.model, model, texts=texts, window=window, out=out, **plain)
+
+
+def refuse_bert(recipe: Recipe) -> None:
+    if recipe.model.facts.masked:
+        came = f"is a {recipe.model.family.upper()}"
+        rule = "these tasks are about the next token"
+        raise ProblemsError.of("MODEL", came, rule, "give a GPT-2")
+
+
+def held_out_recipe(model: TrainedModel) -> Recipe:
+    """Return the recipe of the model's text, with the vocabulary that the model has."""
+    recipe = model.recipe
+    if recipe.data.tokenizer.kind not in TRAINED:
+        return recipe
+    # training it on another text would change it
+    place = model.vocabulary_at
+    own = Tokenizer(kind="file", path=str(place)) if place else Tokenizer(kind="gpt2")
+    data = recipe.data.model_copy(update={"tokenizer": own})
+    return recipe.model_copy(update={"data": data})
+
+
+def check_place(args: Namespace, run: Path | None) -> None:
+    """Refuse a run whose scores cannot be added to, before the hours of scoring. Raises ProblemsError."""
+    from launch.evaluation.scores import SCORES, read_scores
+
+    if run is None or args.from_scratch:
+        return
+    read_scores(run)
+    if not args.out and (problem := place_problem(run)):
+        came = f"{run}: {SCORES} {problem[0]}"
+        rule = "scores are kept with their run"
+        fix = "add --out FILE.json, and only that is written"
+        raise ProblemsError.of("--out", came, rule, fix)
+
+
+def unfit_tasks(args: Namespace) -> Iterator[Problem]:
+    """Yield every flag that the tasks do not read."""
+    from launch.evaluation.protocols import PERPLEXITY, PUBLISHED, TASKS
+
+    tasks = {*args.tasks}
+    text = "give your own text with --text PATH"
+    leave = "leave it out"
+    misplaced = (
+        ("text", PERPLEXITY in tasks, "perplexity reads it", "add the task perplexity"),
+        ("variant", "lambada" in tasks, "only LAMBADA has variants", leave),
+        (
+            "data",
+            len(tasks & {*PUBLISHED}) == 1,
+            f"it is the text of {' or '.join(PUBLISHED)}",
+            f"name one of them, or {text}",
+        ),
+        ("column", args.text or args.data, "it is a field of --text or --data", leave),
+        (
+            "stride",
+            args.text or "wikitext103" in tasks,
+            "other tasks and held-out samples are read once",
+            f"{leave}, or {text}",
+        ),
+        (
+            "include_path",
+            tasks - {*TASKS},
+            "none of them is of its files",
+            "name a task of it",
+        ),
+    )
+    for name, fits, rule, fix in misplaced:
+        value = getattr(args, name)
+        if value is not None and not fits:
+            came = f"--{name} {value} with --tasks {','.join(args.tasks)}"
+            yield Problem(f"--{name}", came, rule, fix)
+    folder = args.include_path
+    if folder is not None and not Path(folder).is_dir():
+        came = f"--include_path {folder}"
+        rule = f"no such directory (seen from {Path.cwd()})"
+        yield Problem("--include_path", came, rule, "give one with task files")
+
+
+def unfit_windows(args: Namespace, recipe: Recipe, window: int) -> Iterator[Problem]:
+    """Yield every window unfit for the model."""
+    if window > recipe.positions:
+        rule = f"the model has {recipe.positions:,} positions"
+        fix = f"give {recipe.positions} or less"
+        yield Problem("--window", f"--window {window}", rule, fix)
+    if (args.stride or 0) > window:
+        came = f"--stride {args.stride} with a window of {window}"
+        rule = "tokens between two windows would be left out"
+        yield Problem("--stride", came, rule, f"give {window} or less")
+    held_out = "perplexity" in args.tasks and args.text is None
+    if held_out and window != recipe.sequence_length:
+        rule = f"held-out samples have {recipe.sequence_length:,} tokens"
+        fix = "leave it out, or give --text PATH"
+        yield Problem("--window", f"--window {window}", rule, fix)
 
 
 if __name__ == "__main__":

@@ -67,12 +67,20 @@ def model_shape(recipe: Recipe, padded_vocab: int) -> ModelShape:
     return family_of(recipe.model).shape(recipe, padded_vocab)
 
 
-def meta_parameters(recipe: Recipe) -> dict[str, Parameter]:
-    """Return every parameter of a recipe's model by its canonical name, unpadded, on the meta device."""
-    init = Init(recipe.seed, recipe.init_std, recipe.model.layers, meta=True)
+def drawn_parameters(recipe: Recipe, *, meta: bool = False) -> dict[str, Parameter]:
+    """Return every parameter of a recipe's model by its canonical name, unpadded, as its training draws it.
+
+    `meta`: on the meta device, without values.
+    """
+    init = Init(recipe.seed, recipe.init_std, recipe.model.layers, meta=meta)
     shape = model_shape(recipe, recipe.model.vocab_size)
     model = family_of(recipe.model).plain(shape, group=None, init=init)
     return {canonical_name(parameter): parameter for parameter in model.parameters()}
+
+
+def meta_parameters(recipe: Recipe) -> dict[str, Parameter]:
+    """Return every parameter by its canonical name, unpadded, on the meta device."""
+    return drawn_parameters(recipe, meta=True)
 
 
 def with_few_layers(recipe: Recipe, stored: int) -> Recipe:

@@ -213,8 +213,6 @@ class Stack(nn.Module):
             m for m in built.values() if isinstance(m, TransformerLayer)
         )
         self._in_order = [(d.apply, built[d.name]) for d in definitions]
-        # the last layer takes so many of the stream; None: all
-        self.last_positions: int | None = None
 
     def forward(
         self, *tensors: Any, salts: Tensor | None = None, places: Any = None
@@ -246,9 +244,8 @@ class Stack(nn.Module):
     def run(self, stream: Stream) -> Stream:
         """Run every layer in turn."""
         interval = self.shape.checkpoint_interval if self.training else 0
-        layers = cut_last_positions(self._in_order, self.last_positions)
         return run_layers(
-            layers, stream, interval, recomputation(self.shape.shared_layers)
+            self._in_order, stream, interval, recomputation(self.shape.shared_layers)
         )
 
 
@@ -349,18 +346,6 @@ def stage_bounds(definitions: Definitions, stages: Sequence[int]) -> list[int]:
     assert sum(stages) == len(layers), f"stages of {stages} layers for {len(layers)}"
     firsts = [layers[before] for before in accumulate(stages[:-1])]
     return [0, *firsts, len(definitions)]
-
-
-def cut_last_positions(layers: Layers, count: int | None) -> Layers:
-    """Cut the stream to its last `count` positions before the last layer; None: leave it whole."""
-    if count is None:
-        return layers
-    apply, output = layers[-1]
-
-    def cut(layer: nn.Module, stream: Stream) -> Stream:
-        return apply(layer, first(lambda x: x[:, -count:], stream))
-
-    return [*layers[:-1], (cut, output)]
 
 
 def run_layers(

@@ -58,6 +58,7 @@ class _Given(argparse.Action):
 # Flags of other scripts that run DeepSpeed -> what to do here.
 _OTHERS = {
     "--deepspeed": "DeepSpeed always trains here; did you mean --ds_config?",
+    "--set": "this command trains nothing: its own flags are in --help",
     "--deepspeed_config": "did you mean --ds_config? (--follow takes its numbers into the recipe)",
 }
 

@@ -1,274 +1,413 @@
-"""Score a model on tasks, print the scores, and keep them with the run."""
+"""Score a model on tasks by lm-eval's own model, print the scores, and keep them with the run."""
 
 from __future__ import annotations
 
+import logging
 import math
-import re
+import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import islice
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
+import lm_eval
+import torch
+from accelerate import dispatch_model, infer_auto_device_map
+from lm_eval.evaluator import evaluate
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from torch import Tensor
 
-from data import corpus
-from data.tasks.windows import (
-    Window,
-    encode_texts,
-    full_context_windows,
-    overlapping_windows,
-)
-from data.text.encoder import UNSPACED, Encoder, end_of_document
-from data.text.records import SkippedRecords
-from data.text.sources import FileSource
+from data.samples.documents import places_in_documents
+from data.text.encoder import end_of_document
 from data.text.vocabulary import unused_numbers
 from launch.console import terminal
 from launch.console.arguments import place_problem
-from launch.evaluation.likelihoods import Likelihoods
-from launch.evaluation.protocols import TASKS, TaskText, exponential
-from launch.evaluation.scorer import Scorer, WindowScore, load_model
+from launch.evaluation.protocols import FACTS, TASKS, TaskText
 from launch.evaluation.scores import WORDS, Score, describe, keep, to_json
-from launch.evaluation.scoring_plan import PERPLEXITY, ScoringJob
+from launch.evaluation.trained_model import TrainedModel
 from launch.machine import description
-from launch.ranks import processes
-from launch.ranks.meeting import Meeting
-from launch.ranks.watchdog import Watchdog
+from launch.ranks import ending, processes
+from launch.weights import foreign_weights
 from modeling import cost
-from modeling.parallel.layers import leave_out
-from modeling.parallel.process_grid import ProcessGrid
-from recipes.problems import ProblemsError
+from modeling.families import drawn_parameters
+from modeling.generation import in_transformers
+from modeling.initialization import DTYPES
+from recipes.problems import Problem, ProblemsError, counted, nearest, some
 
-if TYPE_CHECKING:
-    from launch.evaluation.harness import HarnessTask
-
-_ALONE = "".join(UNSPACED.values())
-_WORD = re.compile(rf"[{_ALONE}]|[^\s{_ALONE}]+")
-
-
-@dataclass(frozen=True, eq=False)
-class OwnText:
-    """What "perplexity" reads. `examples`: documents or samples; `bytes`: of the text; None: not counted."""
-
-    facts: TaskText
-    windows: tuple[Window, ...]
-    examples: int
-    bytes: int | None = None
+OWN = Path(__file__).parent / "tasks"  # task files of this project
+SOURCE = f"lm-eval {lm_eval.__version__}"
+STRIDE = 32  # tokens; of WikiText-103 (arXiv 1909.08053, appendix E.1)
+SEED = 1234  # lm-eval's, of texts that a task draws
+BOOTSTRAPS = 100  # for standard errors without a formula
+LARGEST_EXPONENT = 700.0  # of e, in float64
+WITHOUT_NETWORK = (
+    "check the network; or set HF_HOME to a cache that holds the data; or give --include_path DIR with a "
+    "task file of your own on local files (dataset_path: json, dataset_kwargs: {data_files: ...})"
+)
 
 
-def own_text(job: ScoringJob, say: Callable[[str], None]) -> OwnText:
-    """Read the text of --text, or the recipe's held-out samples. Raises ValueError if it is unreadable."""
-    wishes = job.wishes
-    if wishes.text is not None:
-        found = _documents(job, wishes.text)
-    else:
-        built = corpus.build(job.plan.recipe, say=say)
-        chosen = built.validation.take(range(len(built.validation))[: wishes.limit])
-        windows = tuple(Window(tokens, len(tokens) - 1) for tokens in chosen["window"])
-        found = OwnText(
-            TaskText("held out", str(built.summary["source"]), None, ()),
-            windows,
-            len(windows),
-        )
-    if not found.windows:
-        came = f"{found.facts.source}: nothing is left to score"
-        rule = SkippedRecords.describe(found.facts.broken)
-        raise ProblemsError.of("--text", came, rule, "give another text")
-    return found
+@dataclass(frozen=True)
+class ScoringJob:
+    """A checked scoring job.
 
-
-def _documents(job: ScoringJob, source: str) -> OwnText:
-    """Cut every document into windows; an end-of-document token stands before its first token.
-
-    Whitespace separates words; a character of a script without blanks is one. With stride = length the
-    windows equal those of `loglikelihood_rolling` of lm-evaluation-harness.
+    Attributes:
+        given: directory of the model as the user typed it.
+        texts: what our own tasks read, by name: arguments of their functions in `protocols`.
+        window: tokens read at once.
+        stride: tokens from one window to the next; None: the task's default.
+        limit: largest number of documents.
+        from_scratch: draw the weights by the recipe's seed.
     """
-    skipped = SkippedRecords()
-    (origin,) = job.plan.recipe.data.origins
-    documents = islice(
-        FileSource(origin, skipped=skipped).documents(), job.wishes.limit
+
+    given: str
+    model: TrainedModel
+    tasks: Sequence[str]
+    texts: Mapping[str, Mapping[str, Any]]
+    include_path: str | None
+    window: int
+    stride: int | None
+    limit: int | None
+    batch: int
+    precision: str
+    from_scratch: bool
+    out: Path | None
+
+    def stride_of(self, task: str) -> int | None:
+        """Return the tokens from one window to the next; None for a task of questions."""
+        usual = {"perplexity": self.window, "wikitext103": min(STRIDE, self.window)}
+        return (self.stride or usual[task]) if task in usual else None
+
+
+@dataclass(frozen=True)
+class LoadedTask:
+    """One requested name with the tasks behind it. `text`: facts on the data of our own tasks."""
+
+    name: str
+    loaded: Mapping[str, Any]
+    text: TaskText | None
+
+
+def load(job: ScoringJob) -> list[LoadedTask]:
+    """Load the tasks with their data.
+
+    Raises ValueError: a name is unknown, or data cannot be read.
+    """
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    managers = {}
+    for name, stated in job.texts.items():
+        own = dict(include_path=OWN, include_defaults=False, metadata=dict(stated))
+        managers[name] = TaskManager(**own)
+    problems = []
+    for name in job.tasks:
+        if name in TASKS:
+            continue
+        managers[name] = theirs = _theirs(job.include_path)
+        if name not in theirs.all_tasks:
+            near = nearest(name, [*theirs.all_tasks, *TASKS])
+            fix = "`lm_eval ls tasks` lists them"
+            if near:
+                fix = f"did you mean {some(near)}?"
+            problems.append(Problem("--tasks", name, f"{SOURCE} has no such task", fix))
+    if problems:
+        raise ProblemsError(problems)
+    return [_loaded(name, managers[name]) for name in job.tasks]
+
+
+@cache
+def _theirs(include_path: str | None) -> TaskManager:
+    """Index lm-eval's task files, some thousand, and those of the user."""
+    return TaskManager(include_path=include_path)
+
+
+def _loaded(name: str, manager: TaskManager) -> LoadedTask:
+    if name in TASKS:
+        loaded = manager.load([name])
+        (task,) = loaded["tasks"].values()
+        return LoadedTask(name, loaded, task.dataset[FACTS])
+    try:
+        return LoadedTask(name, manager.load([name]), None)
+    # datasets, huggingface_hub, httpx and fsspec each raise their own
+    except Exception as error:
+        first = (str(error).splitlines() or [""])[0][:200]
+        rule = f"its data cannot be read: {type(error).__name__}: {first}"
+        raise ProblemsError.of("--tasks", name, rule, WITHOUT_NETWORK) from error
+
+
+@dataclass
+class Seen:
+    """What a model has scored: windows, targets, texts of which only the end was read, and nats."""
+
+    windows: int = 0
+    tokens: int = 0
+    cut: int = 0
+    log_likelihood: float = 0.0
+
+
+class ScoredModel(HFLM):
+    """lm-eval's model of `transformers` on a run's weights, which reads texts as its training did.
+
+    Attributes:
+        task: name of the task, which decides how texts are cut into windows.
+        seen: of the task so far.
+    """
+
+    def __init__(self, job: ScoringJob):
+        recipe = job.model.recipe
+        tokenizer = job.model.tokenizer
+        tokenizer.split_special_tokens = True  # spelled out in a text they are text
+        weights: Mapping[str, Tensor] = drawn_parameters(recipe)
+        if not job.from_scratch:
+            weights = foreign_weights.read(job.model.weights, recipe)
+        model = in_transformers(recipe, weights, DTYPES[job.precision])
+        self._job = job
+        self._never = unused_numbers(tokenizer)
+        self._kept = 0  # last positions that need logits; 0: all
+        self.task = ""
+        self.seen = Seen()
+        if self._never:
+            model.generation_config.suppress_tokens = self._never
+        # samples of a sparse model have no padding
+        batch = 1 if model.sparse else job.batch
+        super().__init__(
+            on_devices(model),
+            backend="causal",
+            tokenizer=tokenizer,
+            max_length=job.window,
+            softmax_dtype=torch.float32,
+            batch_size=batch,
+            add_bos_token=False,
+            prefix_token_id=end_of_document(tokenizer),
+        )
+
+    def loglikelihood_rolling(
+        self, requests: Any, disable_tqdm: bool = False
+    ) -> list[float]:
+        """Return the log-likelihood of each text, or of tokens of which the first is no target."""
+        sums = [0.0] * len(requests)
+        first: list[Any] = []
+        later: list[Any] = []
+        for number, request in enumerate(requests):
+            for before, after in self._windows(request.args[0]):
+                group = later if len(before) > 1 else first
+                group.append((number, before, after))
+        # apart, as later windows need the logits of their last positions only
+        for group in filter(None, (first, later)):
+            windows = [(None, before, after) for _number, before, after in group]
+            found = self._loglikelihood_tokens(windows, disable_tqdm)
+            for (number, *_window), (likelihood, _right) in zip(
+                group, found, strict=True
+            ):
+                sums[number] += likelihood
+        return sums
+
+    def _windows(self, text: str | list[int]) -> Iterator[tuple[list[int], list[int]]]:
+        begins = self.task == "wikitext103"
+        start = [] if begins else [self.prefix_token_id]
+        tokens = [*start, *self.tok_encode(text)] if isinstance(text, str) else text
+        length = self.max_length
+        stride = self._job.stride_of(self.task) or length
+        return windows_of(tokens, length, stride, last_whole=not begins)
+
+    def _loglikelihood_tokens(
+        self, requests: Any, disable_tqdm: bool = False, **more: Any
+    ) -> list[tuple[float, bool]]:
+        """Return (log-likelihood, True if the likeliest) of each request, and count it.
+
+        Raises Failed for a continuation without tokens, or longer than the window, or without a finite loss.
+        """
+        lengths = []
+        contexts = []
+        for _texts, before, after in requests:
+            if not 1 <= len(after) <= self.max_length:
+                text = self.tok_decode([*before, *after])[-60:]
+                came = f"the continuation at the end of {text!r} has {len(after)} tokens of its own"
+                rule = f"between 1 and {self.max_length} (--window) can be scored"
+                raise ending.Failed(f"{came}: {rule}")
+            length = len(before) + len(after)
+            self.seen.windows += 1
+            self.seen.tokens += len(after)
+            self.seen.cut += length > self.max_length + 1
+            lengths.append(min(length, self.max_length + 1))
+            contexts.append(lengths[-1] - len(after))
+        self._kept = max(lengths) - min(contexts)
+        found = super()._loglikelihood_tokens(requests, disable_tqdm, **more)
+        total = math.fsum(likelihood for likelihood, _right in found)
+        if not math.isfinite(total):
+            precision = self._job.precision
+            fix = "" if precision == "fp32" else "; --precision fp32 has more room"
+            raise ending.Failed(f"a loss is no number in {precision}{fix}")
+        self.seen.log_likelihood += total
+        return found
+
+    @torch.no_grad()
+    def _model_call(self, inps: Tensor, **_: Any) -> Tensor:
+        seen = {}
+        if self._job.model.recipe.data.borders:
+            seen = self._within_documents(inps)
+        kept = dict(use_cache=False, logits_to_keep=self._kept)
+        logits = self.model(inps, **kept, **seen).logits
+        logits[..., self._never] = -math.inf
+        return logits
+
+    def _within_documents(self, tokens: Tensor) -> dict[str, Tensor]:
+        """Return positions and mask of windows (B, S) with the borders of the training."""
+        data = self._job.model.recipe.data
+        border = self.prefix_token_id
+        places = torch.from_numpy(places_in_documents(tokens.cpu().numpy(), border))
+        document = (places == 0).cumsum(1)
+        seen = document[:, :, None] == document[:, None]
+        if data.attend == "window":
+            seen = torch.ones_like(seen)
+        if data.positions == "window":
+            places = torch.arange(places.shape[1]).expand_as(places)
+        masks = {"position_ids": places, "attention_mask": seen.tril()[:, None]}
+        return {name: each.to(tokens.device) for name, each in masks.items()}
+
+
+def windows_of(
+    tokens: list[int], length: int, stride: int, *, last_whole: bool
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield (context, targets) of windows of `length` tokens; every token but the first is a target once.
+
+    The first window counts all its targets, each later one its last `stride`, the last one the rest. That one
+    is as long as the others if `last_whole`, or else begins a stride after the one before, as those of
+    Megatron-LM (`tasks/zeroshot_gpt/datasets.py`).
+    """
+    first, *targets = tokens
+    overlap = length - stride
+    for window in get_rolling_token_windows(targets, first, length, overlap + 1):
+        before, after = make_disjoint_window(window)
+        if not last_whole:
+            before = before[-(overlap + 1) :]
+        yield before, after
+
+
+def on_devices(model: Any) -> Any:
+    """Put a model on the device; of one that is too large whole layers on the next ones, and the host."""
+    if not processes.device().own_memory:
+        return model
+    places = infer_auto_device_map(
+        model, no_split_module_classes=model._no_split_modules
     )
-    texts = [document.text for document in documents if document.text.strip()]
-    end = [end_of_document(job.model.tokenizer)]
-    windows = list[Window]()
-    for tokens in encode_texts(Encoder(job.model.tokenizer), texts):
-        whole = np.concatenate([end, tokens])
-        windows += full_context_windows(whole, job.window, job.stride(PERPLEXITY))
-    words = sum(len(_WORD.findall(text)) for text in texts)
-    size = sum(len(text.encode()) for text in texts)
-    facts = TaskText("documents", source, words, tuple(skipped.found()))
-    return OwnText(facts, tuple(windows), len(texts), size)
+    return dispatch_model(model, places)
+
+
+def measure(
+    task: LoadedTask, model: ScoredModel, limit: int | None
+) -> Iterator[tuple[str, dict[str, float], int]]:
+    """Score a task; yield its name, figures and number of documents.
+
+    A group that has figures of its own is one result, another one a result of each of its tasks.
+    """
+    # lm-eval would fork this process for its standard errors
+    os.environ["DISABLE_MULTIPROC"] = "1"
+    torch.manual_seed(SEED)
+    how = dict(limit=limit, log_samples=False, bootstrap_iters=BOOTSTRAPS)
+    try:
+        found: Any = evaluate(model, task.loaded, **how)
+    except AssertionError as error:
+        raise ending.Failed(f"{task.name}: {error}") from error
+    results = found["results"] | found.get("groups", {})
+    figures = {name: _figures(values) for name, values in results.items()}
+    names = [task.name] if figures.get(task.name) else list(task.loaded["tasks"])
+    sizes = {name: each["effective"] for name, each in found["n-samples"].items()}
+    whole = sum(sizes.values())
+    for name in names:
+        yield name, figures[name], sizes.get(name, whole)
+
+
+def _figures(values: Mapping[str, Any]) -> dict[str, float]:
+    """Name each figure by its metric, and by its filter where there is one."""
+    figures = {}
+    for key, value in values.items():
+        metric, comma, way = key.partition(",")
+        if comma and isinstance(value, (int, float)):
+            figures[metric if way == "none" else f"{metric} ({way})"] = float(value)
+    return figures
 
 
 def figures_of(
-    windows: Sequence[Window],
-    scores: Sequence[WindowScore],
-    words: int | None,
-    size: int | None = None,
+    name: str, found: Mapping[str, float], seen: Seen, text: TaskText
 ) -> dict[str, float]:
-    """Return the figures of a text of so many words and bytes, and those per token that counts."""
-    nll = math.fsum(score.nll for score in scores)
-    tokens = sum(window.counted for window in windows)
-    found = dict[str, float]()
-    if words:
-        found |= {
-            "perplexity_per_word": exponential(nll / words),
-            "tokens_per_word": tokens / words,
-        }
-    if size:
-        found["bits_per_byte"] = nll / size / math.log(2)
-    return {
-        **found,
-        "loss_per_token": nll / tokens,
-        "perplexity_per_token": exponential(nll / tokens),
-        "accuracy_per_token": sum(score.right for score in scores) / tokens,
-    }
+    """Return the figures of one of our tasks, its main figure first.
+
+    `found`: lm-eval's; those of a whole text are per token that counts, and per word and byte of the original.
+    """
+    if name == "lambada":
+        return {each: value for each, value in found.items() if each in WORDS}
+    nll = -seen.log_likelihood
+    loss = nll / seen.tokens
+    figures = {"perplexity": exponential(loss)}
+    if text.words:
+        figures["perplexity_per_word"] = exponential(nll / text.words)
+        figures["tokens_per_word"] = seen.tokens / text.words
+    if text.bytes:
+        figures["bits_per_byte"] = nll / text.bytes / math.log(2)
+    if name == "wikitext103":
+        figures["perplexity"] = figures["perplexity_per_word"]
+    return figures | {"loss_per_token": loss, "perplexity_per_token": exponential(loss)}
 
 
-def run(job: ScoringJob, out: Path | None, meeting: Meeting) -> None:
-    """Read the data, load the model, score it on every task, and write the scores. Collective."""
-    layout = job.plan.layout
-    wishes = job.wishes
-    first = processes.rank() == 0
-    grid = ProcessGrid(layout.tp, layout.pp, layout.dp, processes.TIMEOUT)
-    say = partial(terminal.say, stream=sys.stderr) if first else _silence
-    tasks = meeting.settle(lambda: _read(job, say))
-    for line in () if wishes.from_scratch else job.model.said():
-        say(line)
-    model = load_model(
-        job.plan, grid, None if wishes.from_scratch else str(job.model.weights)
-    )
-    leave_out(model, unused_numbers(job.model.tokenizer))
-    watchdog = Watchdog(None, job.plan.recipe.run.hang_after, meeting)
-    borders = job.plan.recipe.data.borders
-    border = end_of_document(job.model.tokenizer) if borders else None
-    scorer = Scorer(model, job.plan, grid, watchdog, border=border)
+def exponential(nats: float) -> float:
+    return math.exp(min(nats, LARGEST_EXPONENT))
+
+
+def run(job: ScoringJob, tasks: Sequence[LoadedTask]) -> None:
+    """Load the model, score it on every task, and write the scores."""
+    if not job.from_scratch:
+        for line in job.model.said():
+            terminal.say(line, sys.stderr)
+    model = ScoredModel(job)
     made: list[Score] = []
-    with watchdog.running():
-        for task in tasks:
-            for score in _scores(job, task, scorer):
-                made.append(score)
-                if first:
-                    _show_and_keep(score, job, out, say)
-    if first and out:
-        out.write_text(to_json(made))
+    for task in tasks:
+        for score in _scores(job, task, model):
+            made.append(score)
+            print(describe(score, terminal.columns()))
+            place = None if job.from_scratch else job.model.run
+            # else it is another user's
+            if place is not None and not (job.out and place_problem(place)):
+                terminal.say(f"kept in {keep(place, score)}", sys.stderr)
+    if job.out:
+        job.out.write_text(to_json(made))
 
 
-def _read(job: ScoringJob, say: Callable[[str], None]) -> list[OwnText | HarnessTask]:
-    """Read the data of all tasks. Raises ValueError."""
-    wishes = job.wishes
-    of_harness = dict[str, Any]()
-    if wishes.of_harness:
-        from launch.evaluation import harness
-
-        given = dict(
-            file=wishes.data,
-            variant=wishes.variant,
-            column=wishes.column,
-            limit=wishes.limit,
-        )
-        stated = {name: value for name, value in given.items() if value is not None}
-        loaded = harness.load(wishes.of_harness, stated, wishes.include_path)
-        of_harness = {task.name: task for task in loaded}
-    return [
-        of_harness[name] if name in of_harness else own_text(job, say)
-        for name in wishes.tasks
-    ]
-
-
-def _scores(
-    job: ScoringJob, task: OwnText | HarnessTask, scorer: Scorer
-) -> Iterator[Score]:
-    """Score the model on one task; yield a score, or one of each task of a group. Collective."""
+def _scores(job: ScoringJob, task: LoadedTask, model: ScoredModel) -> Iterator[Score]:
+    """Score the model on one task; yield a score, or one of each task of a group."""
     began = time.perf_counter()
-    if isinstance(task, OwnText):
-        scorer.title = PERPLEXITY
-        scores = scorer.score(task.windows)
-        figures = figures_of(task.windows, scores, task.facts.words, task.bytes)
-        figures = {"perplexity": figures["perplexity_per_token"], **figures}
-        facts = dict(
-            **vars(task.facts),
-            examples=task.examples,
-            stride=job.stride(PERPLEXITY),
-            cut=0,
+    model.task = task.name
+    model.seen = seen = Seen()
+    recipe = job.model.recipe
+    text = task.text or TaskText("", SOURCE)
+    devices = {parameter.device for parameter in model.model.parameters()}
+    for name, figures, examples in measure(task, model, job.limit):
+        if task.text:
+            figures = figures_of(name, figures, seen, task.text)
+        yield Score(
+            model=job.given,
+            parameters=cost.parameters(recipe.model, recipe.positions),
+            step=None if job.from_scratch else job.model.step,
+            task=name,
+            variant=text.variant,
+            source=text.source,
+            figures=figures,
+            examples=examples,
+            windows=seen.windows,
+            tokens=seen.tokens,
+            words=text.words,
+            limited=job.limit is not None,
+            broken=text.broken,
+            cut=seen.cut,
+            window=job.window,
+            stride=job.stride_of(task.name),
+            batch=model.batch_size,
+            precision=job.precision,
+            layout=counted(len(devices), "device"),
+            hardware=description.summary(description.describe()),
+            seconds=time.perf_counter() - began,
+            from_scratch=job.from_scratch,
         )
-        yield _score(job, PERPLEXITY, figures, task.windows, began, facts)
-        return
-    from launch.evaluation import harness
-
-    scorer.title = task.name
-    stride = job.stride(task.name) if task.name == "wikitext103" else None
-    rolling = (
-        partial(overlapping_windows, length=job.window, stride=stride)
-        if stride
-        else None
-    )
-    seen = Likelihoods(scorer, job.model.tokenizer, job.window, rolling)
-    for name, found, examples in harness.measure(task, seen, job.wishes.limit):
-        known = task.text or TaskText("", harness.SOURCE, None, ())
-        facts = dict(**vars(known), examples=examples, stride=stride, cut=seen.cut)
-        figures = _own_figures(found, seen, known.words) if task.text else found
-        yield _score(job, name, figures, seen.windows, began, facts)
-
-
-def _own_figures(
-    found: dict[str, float], seen: Likelihoods, words: int | None
-) -> dict[str, float]:
-    """Add to lm-eval's figures of one of our tasks those of its tokens; put the main figure first."""
-    every = figures_of(seen.windows, seen.scores, words) | found
-    if words:
-        return {"perplexity": every["perplexity_per_word"], **every}
-    last = sum(score.last_right for score in seen.scores) / len(seen.scores)
-    first = {name: found[name] for name in ("accuracy", "perplexity_of_last_word")}
-    return {**first, "accuracy_of_last_token": last, **every}
-
-
-def _score(
-    job: ScoringJob,
-    task: str,
-    figures: dict[str, float],
-    windows: Sequence[Window],
-    began: float,
-    facts: dict[str, Any],
-) -> Score:
-    plan = job.plan
-    wishes = job.wishes
-    return Score(
-        model=wishes.model,
-        parameters=cost.parameters(plan.recipe.model, plan.recipe.positions),
-        step=None if wishes.from_scratch else job.model.step,
-        task=task,
-        figures={
-            name: value
-            for name, value in figures.items()
-            if task not in TASKS or name in WORDS
-        },
-        windows=len(windows),
-        tokens=sum(window.counted for window in windows),
-        limited=wishes.limit is not None,
-        window=job.window,
-        batch=plan.layout.micro,
-        precision=plan.precision,
-        layout=f"tp {plan.layout.tp} x dp {plan.layout.dp}",
-        hardware=description.summary(description.describe()),
-        seconds=time.perf_counter() - began,
-        from_scratch=wishes.from_scratch,
-        **facts,
-    )
-
-
-def _show_and_keep(
-    score: Score, job: ScoringJob, out: Path | None, say: Callable[[str], None]
-) -> None:
-    print(describe(score, terminal.columns()))
-    place = None if job.wishes.from_scratch else job.model.run
-    # else it is another user's
-    if place is not None and not (out and place_problem(place)):
-        say(f"kept in {keep(place, score)}")
-
-
-def _silence(_: object) -> None:
-    """Ignore what other ranks than the first would show."""

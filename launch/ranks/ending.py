@@ -101,12 +101,12 @@ def keep_error_of_block(directory: Path, but: type[Exception]) -> Iterator[None]
 
 @contextlib.contextmanager
 def explain_out_of_memory(advice: str) -> Iterator[None]:
-    """Turn an out-of-memory error in the block into Failed with the advice, if there is any."""
+    """Turn an out-of-memory error in the block into Failed with the advice."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         said = out_of_memory_said_by(error)
-        if not advice or said is None:
+        if said is None:
             raise
         raise Failed(f"out of memory: {said}\n{advice}") from None
 

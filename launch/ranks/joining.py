@@ -68,7 +68,6 @@ def joined(
     *,
     admit: Callable[[], Any] = lambda: None,
     note_failure: Callable[[str], None] = lambda text: None,
-    out_of_memory_advice: str = "",
 ) -> Iterator[Any]:
     """Form the process group for the block, and end the process after it (`ending.clean_exit`). Collective.
 
@@ -76,7 +75,6 @@ def joined(
         tp: the largest tensor-parallel degree in the block.
         admit: settles the rest before the group is formed; its value is yielded.
         note_failure: takes this rank's traceback.
-        out_of_memory_advice: printed instead of a traceback if memory runs out.
     """
     order_kernels(tp)
     check_places(meeting)
@@ -84,8 +82,7 @@ def joined(
     with ending.clean_exit(note_failure):
         processes.start_processes(store=meeting.store)
         try:
-            with ending.explain_out_of_memory(out_of_memory_advice):
-                yield admitted
+            yield admitted
         except SystemExit:  # of all ranks alike
             meeting.end()
             raise

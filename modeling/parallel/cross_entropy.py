@@ -152,27 +152,3 @@ def weighted_loss(
 ) -> Tensor:
     """Return the sum of token losses times `weights` (B, S); its mean over micro-batches is the step's."""
     return (token_losses(logits, targets, group) * weights).sum()
-
-
-def token_scores(
-    logits: Tensor, targets: Tensor, group: Group
-) -> tuple[Tensor, Tensor]:
-    """Return the cross-entropy (B, S) of targets (B, S), and True for each that is the likeliest token.
-
-    Without gradients.
-    """
-    likeliest = likeliest_tokens(logits, group) == targets
-    return token_losses(logits, targets, group), likeliest
-
-
-def likeliest_tokens(logits: Tensor, group: Group) -> Tensor:
-    """Return the likeliest tokens (B, S) by logits (B, S, V/t); among equal ones the first, as `argmax`."""
-    first = logits.argmax(-1, keepdim=True)
-    if group is None:
-        return first.squeeze(-1)
-    own = logits.gather(-1, first).squeeze(-1).float()
-    columns = logits.shape[-1]
-    token = first.squeeze(-1) + dist.get_rank(group) * columns
-    foreign = own < _reduce_columns(own, "max", group)
-    beyond = columns * dist.get_world_size(group)
-    return _reduce_columns(token.masked_fill(foreign, beyond), "min", group)

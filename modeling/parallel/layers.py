@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -216,8 +215,6 @@ class VocabParallelEmbedding(nn.Module):
         self.first = shard.rank * self.rows  # first token of this rank
         # rows that are tokens, not padding
         self.valid = max(0, min(self.rows, vocab - self.first))
-        # and those among them that are no tokens, if `leave_out` names any
-        self.unused: list[int] = []
 
     def forward(self, x: Tensor, project: bool = False, cut: bool = False) -> Tensor:
         """`cut`: the residual stream holds only this rank's positions, (B, S/t, H)."""
@@ -245,17 +242,7 @@ class VocabParallelEmbedding(nn.Module):
         if self.valid < self.rows:
             # the gradient there is 0 anyway
             logits.detach()[..., self.valid :].fill_(-torch.inf)
-        if self.unused:
-            logits.detach()[..., self.unused] = torch.finfo(logits.dtype).min
         return logits
-
-
-def leave_out(model: nn.Module, numbers: Iterable[int]) -> None:
-    """Make numbers that the vocabulary gives to no token impossible outputs of a model."""
-    for module in model.modules():
-        if isinstance(module, VocabParallelEmbedding):
-            rows = (number - module.first for number in numbers)
-            module.unused = [row for row in rows if 0 <= row < module.rows]
 
 
 def _seed(*parts: object) -> int:

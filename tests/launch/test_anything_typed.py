@@ -57,7 +57,7 @@ class Started(BaseException):
 WORK = {
     "pretrain": ["launch.ranks.ending:clean_exit"],
     "finetune": ["launch.ranks.ending:clean_exit", "launch.evaluation.finetuning_seeds:keep_arguments"],
-    "score": ["launch.ranks.ending:clean_exit"],
+    "score": ["launch.evaluation.scoring:load"],
     "compare_layouts": ["launch.compare_layouts:run_cases"],
     "plan": [  # where the search is done
         "launch.planning.search.search_text:page",
@@ -311,7 +311,6 @@ APART = {
     "plan search --largest --set model.hidden=64": "--largest with --set model.hidden",
     "compare_layouts --list --tiny": "--list with --tiny",
     "recipe list --all --fits": "--all with --fits",
-    "score x --tokenizer d --set data.tokenizer.kind=gpt2": "--tokenizer with --set data.",
     "show_data --hashes 1 --samples 3": "--hashes with --samples",
     "show_data --summary --split test": "--summary with --split",
     "show_data --summary 9 --hashes 1": "--summary with --hashes",

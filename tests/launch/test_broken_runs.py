@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from launching import ROOT, WORKERS, deepspeed, environment, run, run_ranks
-from scored import make_run, write_passages
 from stored import complete_checkpoints
 
 from launch.experiments.launching import free_port, torchrun
@@ -71,7 +70,7 @@ def started(command, out):
 def test_a_rank_that_hangs_in_training_is_named(tmp_path, implementation):
     out = tmp_path / "run"
     own = ["--set", "run.hang_after=3", "--set", f"model.implementation={implementation}"]
-    what = ("pretrain", *TINY, *own, "--out", out)
+    what = (*TINY, *own, "--out", out)
     done = run_ranks(2, WORKERS / "hanging_rank.py", *what, timeout=120, kill_after=0.5)
     assert done.returncode == HANGING, done.stdout[-3000:]
     assert "the run hangs in step 5 and is ended" in done.stdout and "rank 1 on " in done.stdout
@@ -86,19 +85,6 @@ def test_a_file_system_that_pauses_hangs_no_run(tmp_path):
     own = ["--set", "run.hang_after=1", "--steps", "6", "--out", tmp_path / "run"]
     done = run_ranks(2, WORKERS / "slow_records.py", 8, *TINY, *own, kill_after=0.5)
     assert done.returncode == 0 and steps_of(tmp_path / "run") == 6, done.stdout[-3000:]
-
-
-@pytest.mark.long
-def test_a_rank_that_hangs_in_scoring_is_named(tmp_path):
-    """By a rank that has scored its own windows and waits; there is no directory for the stacks."""
-    model, texts = make_run(tmp_path / "run"), write_passages(tmp_path / "texts.jsonl")
-    before = {*(tmp_path / "run").iterdir()}
-    flags = ("--text", texts, "--window", 8, "--batch", 1, "--set", "run.hang_after=3")
-    done = run_ranks(2, WORKERS / "hanging_rank.py", "score", model, *flags, timeout=120, kill_after=0.5)
-    assert done.returncode == HANGING, done.stdout[-3000:]
-    assert "the run hangs and is ended" in done.stdout and "rank 1 on " in done.stdout
-    assert "does not answer: its process is stopped" in done.stdout
-    assert "the same command begins anew" in done.stdout and {*(tmp_path / "run").iterdir()} == before
 
 
 def test_records_that_fail_cost_no_weights_and_have_an_exit_code_of_their_own(tmp_path):

@@ -273,7 +273,7 @@ def test_what_weights_do_not_say_is_said_by_one_flag_of_all_commands(folder, tmp
     (text := tmp_path / "text.txt").write_text("My fellow citizens")
     task = ("--text", str(text))
     scored = score.build_parser().parse_args([*map(str, asked[:3]), *task, "--weights_args", heads])
-    assert score.checked(scored)[0].model.recipe.model.heads == 2
+    assert score.checked(scored).model.recipe.model.heads == 2
     started = ("--tiny", "--set", "model.heads=2", "--init_from", str(given), "--weights_args", heads)
     started += ("--new_vocabulary",)
     assert pretrain.training_of(pretrain.build_parser().parse_args([*started, "--plan"])).job.initial_weights

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 
 from modeling.parallel import cross_entropy
-from modeling.parallel.cross_entropy import token_scores
 
 VOCAB, PADDED = 50, 64
 
@@ -43,18 +42,6 @@ def test_loss_and_gradient_are_those_of_torch(dtype, how, monkeypatch):
     tolerance = 1e-6 if dtype == torch.float32 else 4e-3
     torch.testing.assert_close(gradient[..., :VOCAB], wanted.to(dtype), rtol=tolerance, atol=tolerance)
     assert not gradient[..., VOCAB:].any(), "padding must get no gradient"
-
-
-def test_the_likeliest_token_is_the_first_of_equal_ones():
-    logits, targets, _ = case(torch.bfloat16)
-    logits[0, 0] = logits[0, 0].min()
-    logits[0, 0, [7, 30]] = 9.0
-    targets[0, 0] = 7
-    losses, likeliest = token_scores(logits, targets, None)
-    assert torch.equal(losses, cross_entropy.token_losses(logits, targets, None))
-    assert torch.equal(likeliest, logits.argmax(-1) == targets) and likeliest[0, 0]
-    targets[0, 0] = 30
-    assert not token_scores(logits, targets, None)[1][0, 0]
 
 
 def test_the_gradient_takes_the_place_of_the_logits(monkeypatch):

@@ -60,14 +60,6 @@ def gpt2(given=None, *, seed: int = 0, shape: GPT2Shape = SHAPE, std: float = 0.
     return FAMILY.plain(shape, group=None, init=Init(seed=seed, std=std, layers=shape.layers, given=given))
 
 
-def test_logits_of_the_last_positions_are_those_of_all(tokens):
-    model = gpt2(std=0.3).eval()
-    whole = logits_of(model, tokens)
-    model.last_positions = 5
-    assert logits_of(model, tokens).shape[1] == 5
-    torch.testing.assert_close(logits_of(model, tokens), whole[:, -5:])
-
-
 def canonical(model: Stack) -> dict[str, torch.Tensor]:
     """Full, unpadded weights by name."""
     return {

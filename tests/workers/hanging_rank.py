@@ -1,13 +1,13 @@
-"""pretrain.py or score.py whose rank 1 is stopped, as by SIGSTOP from outside, in its fifth step.
+"""pretrain.py whose rank 1 is stopped, as by SIGSTOP from outside, in its fifth step.
 
-hanging_rank.py pretrain|score ARGUMENTS
+hanging_rank.py ARGUMENTS
 """
 
 import os
 import signal
 import sys
 
-from launch import pretrain, score
+from launch import pretrain
 from launch.ranks import processes, watchdog
 
 enter = watchdog.Watchdog.enter
@@ -20,6 +20,5 @@ def stopped(self, phase, step=None):
 
 
 watchdog.Watchdog.enter = stopped
-command = {"pretrain": pretrain, "score": score}[sys.argv.pop(1)]
-sys.argv[0] = str(command.__file__)
-command.main()
+sys.argv[0] = str(pretrain.__file__)
+pretrain.main()

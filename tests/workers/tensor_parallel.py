@@ -34,7 +34,7 @@ from modeling.gpt2 import FAMILY, GPT2Shape
 from modeling.initialization import Init, canonical_name
 from modeling.layer_list import Stack
 from modeling.parallel.collectives import reduce_from_tensor_parallel, with_summed_gradients
-from modeling.parallel.cross_entropy import token_losses, token_scores
+from modeling.parallel.cross_entropy import token_losses
 from modeling.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from modeling.parallel.process_grid import ProcessGrid
 from modeling.transformer import MLP, Attention, LayerShape, TransformerLayer
@@ -176,20 +176,6 @@ def embedding_and_tied_projection(group: Group) -> None:
         assert (every[..., VOCAB:] == float("-inf")).all(), "padding must get no probability"
     close(gradient[0], joined(dense.weight, dense.weight.grad, None)[0], "gradient of the tied weight")
     assert not cut.weight.grad[cut.valid :].any(), "padding must get no gradient"
-
-
-def likeliest_tokens(group: Group, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Whether targets are the likeliest, by the full logits, of which some are equal on several ranks."""
-    full = randn(4, VOCAB, VOCAB, seed=5).round().to(dtype)  # few different values: many are the largest
-    padding = torch.full((4, VOCAB, PADDED - VOCAB), float("-inf"), dtype=dtype)
-    columns = torch.cat([full, padding], -1).chunk(dist.get_world_size(group), -1)
-    targets = torch.arange(VOCAB).repeat(4, 1)
-    targets[:2] = full.argmax(-1)[:2]
-    losses, likeliest = token_scores(columns[dist.get_rank(group)].clone(), targets, group)
-    expected = full.argmax(-1) == targets
-    assert torch.equal(likeliest, expected) and bool(expected.any()) and not bool(expected.all())
-    exact = F.cross_entropy(full.double().flatten(0, 1), targets.flatten(), reduction="none")
-    close(losses.flatten(), exact, "losses", 1e-6)
 
 
 def cross_entropy(group: Group, dtype: torch.dtype = torch.float32, offset: float = 0.0) -> None:
@@ -345,7 +331,6 @@ CHECKS = {
     "vocabulary rows": vocabulary_rows,
     "embedding and tied projection": embedding_and_tied_projection,
     "cross-entropy": cross_entropy,
-    "likeliest tokens": likeliest_tokens,
     "cross-entropy of bf16": partial(cross_entropy, dtype=torch.bfloat16),
     "cross-entropy of large logits": partial(cross_entropy, offset=1e4),
     "attention": partial(block, Attention),

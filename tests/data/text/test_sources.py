@@ -33,7 +33,6 @@ from data.prepare.contamination import read_evaluation
 from data.prepare.inputs import Cursor, Inputs
 from data.prepare.pipeline import check_broken
 from data.prepare.settings import PreparationFailed, Settings, in_flags
-from data.tasks.rows import read_rows
 from data.text import encoder, hub, listing, records
 from data.text.hub import HubSource, is_temporary
 from data.text.records import EXCERPT_BYTES, BrokenRecord, RawRecord, SkippedRecords, read_strictly
@@ -120,8 +119,6 @@ def test_a_later_stream_that_cannot_be_read_is_damage_to_every_reader(tmp_path, 
             list(open_source(Origin(source="jsonl", name=str(path))).documents())
         with pytest.raises(ValueError, match="--decontaminate .*: damaged file: cannot be read to its end"):
             read_evaluation([str(path)], 3)
-        rows = read_rows(path)
-        assert len(rows.texts) == 5 and "damaged file" in rows.broken[0]
 
 
 @pytest.mark.parametrize(

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from launching import ROOT, run
 from scored import PASSAGES, tokenizer_of, write_passages
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 from data.text.trained_vocabulary import BERT_SPECIAL_TOKENS
 from data.text.vocabulary import unused_numbers
+from launch import score
+from launch.evaluation import scoring
 from launch.evaluation.trained_model import open_model
 from launch.weights import foreign_weights
 from launch.weights.initial_weights import InitialWeights
@@ -64,9 +65,10 @@ def test_only_tokens_are_drawn(padded, sampling):
 
 def test_only_tokens_are_counted(padded, tmp_path):
     data, out = write_passages(tmp_path / "texts.jsonl"), tmp_path / "score.json"
-    command = [sys.executable, str(ROOT / "launch" / "score.py"), str(padded)]
-    done = run([*command, "--text", str(data), "--out", str(out)], timeout=120)
-    assert done.returncode == 0, done.stdout
+    job = score.checked(
+        score.build_parser().parse_args([str(padded), "--text", str(data), "--out", str(out)])
+    )
+    scoring.run(job, scoring.load(job))
     model, tokenizer = GPT2LMHeadModel.from_pretrained(padded).eval(), open_model(str(padded)).tokenizer
     known, losses = torch.tensor(sorted(tokenizer.get_vocab().values())), []
     for text in PASSAGES:
@@ -76,6 +78,14 @@ def test_only_tokens_are_counted(padded, tmp_path):
         losses += (logits[:, known].logsumexp(-1) - logits[range(len(tokens) - 1), tokens[1:]]).tolist()
     found = json.loads(out.read_text())["figures"]["loss_per_token"]
     assert found == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+    # nor written by tasks that write
+    asked = dict(until=["zzz"], max_gen_toks=30)
+    requests = [SimpleNamespace(args=(text[:9], asked)) for text in PASSAGES]
+    prompts = [Request(tuple(tokenizer.encode(text[:9]))) for text in PASSAGES]
+    _, theirs, never = opened(padded)
+    expected = continue_all(theirs, prompts, Decoding(30, END, never, None))
+    texts = [tokenizer.decode(each.tokens, skip_special_tokens=True) for each in expected]
+    assert scoring.ScoredModel(job).generate_until(requests, disable_tqdm=True) == texts
 
 
 def test_a_padded_bert_fills_masks_with_tokens(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 
@@ -15,6 +16,7 @@ from scored import PASSAGES
 
 from launch.evaluation import protocols
 from launch.evaluation.protocols import lambada, original_tokens, wikitext103
+from launch.evaluation.scoring import Seen, figures_of
 from recipes.problems import ProblemsError
 
 ORIGINAL = (
@@ -25,9 +27,6 @@ ORIGINAL = (
 TEXT = (
     '= Robert <unk> =\n\nHe\'s an actor; he had a guest-role in "The Bill" (2000).\n'
     "The dogs' house cost 1,234.5 pounds: cheap at 20\N{DEGREE SIGN}C, they say!\n== Career =="
-)
-needs_lm_eval = pytest.mark.skipif(
-    not protocols.has_harness(), reason="lm-eval, which turns WikiText back into text, is not installed"
 )
 
 
@@ -46,7 +45,6 @@ def write(path, rows, form):
     return str(path)
 
 
-@needs_lm_eval
 @pytest.mark.parametrize("form", ["raw", "jsonl", "parquet"])
 def test_wikitext_is_text_again_from_the_original_file_and_from_the_rows_of_the_hub(form, tmp_path):
     rows = [ORIGINAL] if form == "raw" else rows_of(ORIGINAL)
@@ -65,7 +63,6 @@ def test_words_of_wikitext_are_the_original_ones_with_punctuation_and_line_break
     assert original_tokens(" = A = \n \n b c . \n") == 8
 
 
-@needs_lm_eval
 def test_wikitext_is_asked_of_the_hub(monkeypatch):
     asked = []
     monkeypatch.setattr(datasets, "load_dataset", hub(asked, rows_of(ORIGINAL)))
@@ -137,11 +134,11 @@ def test_the_two_forms_of_lambada_are_told_apart(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("a.jsonl", '{"txt": "A b"}\n', r"no field 'text'.*--column"),
+        ("a.jsonl", '{"txt": "A b"}\n', r"columns txt .*name the column with --column"),
         ("a.jsonl", "", "empty file"),
         ("a.txt", " \n\n", "holds no text"),
         ("a.txt", b"\xff\xfe\x00", "UTF-16"),
-        ("a.parquet", "no parquet", "a parquet file begins with PAR1"),
+        ("a.parquet", "no parquet", "not a parquet file"),
     ],
 )
 def test_a_file_without_its_fields_is_refused(name, content, said, tmp_path):
@@ -156,11 +153,15 @@ def test_results_of_documents_make_the_published_figures():
     right = protocols.of_last_word({}, [(-2.0, True)])
     wrong = protocols.of_last_word({}, [(-1.0, False)])
     assert (right["accuracy"], wrong["accuracy"]) == (1.0, 0.0)
-    items = [each["perplexity_of_last_word"] for each in (right, wrong)]
-    assert protocols.perplexity(items) == pytest.approx(math.exp(1.5))
-    of_words = protocols.per_word({"words": 4}, [-10.0])["perplexity_per_word"]
-    assert protocols.perplexity([of_words]) == pytest.approx(math.exp(2.5))
-    assert protocols.perplexity([(-1e9, 1)]) == math.exp(700)
+    assert (right["perplexity_of_last_word"], wrong["perplexity_of_last_word"]) == (-2.0, -1.0)
+    assert protocols.per_word({"words": 4}, [-10.0]) == {"perplexity_per_word": (-10.0, 4)}
+    text = protocols.TaskText("", "x", words=4, bytes=20)
+    found = figures_of("wikitext103", {}, Seen(windows=1, tokens=5, log_likelihood=-10.0), text)
+    assert found["perplexity"] == found["perplexity_per_word"] == pytest.approx(math.exp(2.5))
+    assert found["perplexity_per_token"] == pytest.approx(math.exp(2)) and found["tokens_per_word"] == 1.25
+    assert found["bits_per_byte"] == pytest.approx(0.5 / math.log(2))
+    diverged = figures_of("perplexity", {}, Seen(tokens=1, log_likelihood=-1e9), text)
+    assert diverged["perplexity"] == math.exp(700)
 
 
 @pytest.mark.parametrize("name", protocols.TASKS)
@@ -172,7 +173,7 @@ def test_every_function_that_a_task_file_names_is_there(name):
     file = ROOT / "launch" / "evaluation" / "tasks" / f"{name}.yaml"
     content = yaml.load(file.read_text(), loader)
     assert content["task"] == name
-    assert len(named) == 3
+    assert len(named) >= 2
     for place in named:
         module, _, function = place.rpartition(".")
-        assert module == protocols.__name__ and callable(getattr(protocols, function))
+        assert callable(getattr(importlib.import_module(module), function))

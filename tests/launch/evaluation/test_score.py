@@ -9,33 +9,27 @@ import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
-from launching import ROOT, run, run_ranks
+from accelerate import infer_auto_device_map
+from hypothesis import given
+from hypothesis import strategies as st
+from launching import ROOT, run
 from scored import PASSAGES, make_run, tokenizer_of, write_passages
 from transformers import GPT2LMHeadModel
 
+from data import corpus
 from data.samples.documents import places_in_documents
-from data.tasks.windows import Window
-from ds_configs.plan import HOST, Machine
 from launch import export_hf, report
-from launch.evaluation import protocols, scorer, scoring_plan
-from launch.evaluation.scorer import Scorer, ScoringStep, _scores, steps_of
+from launch.evaluation import protocols, scoring
 from launch.evaluation.scores import Score, describe, keep, read_scores, to_json
-from launch.evaluation.scoring import own_text
-from launch.evaluation.scoring_plan import ScoringWishes, checked_job
+from launch.evaluation.scoring import ScoredModel, windows_of
 from launch.ranks.ending import Failed, explain_out_of_memory
-from launch.ranks.watchdog import Watchdog
-from launch.score import LESS_MEMORY, build_parser, checked
+from launch.score import LESS_MEMORY, build_parser, check_alone, checked
+from launch.weights import foreign_weights
 from modeling.documents import row_of_documents
-from modeling.gpt2 import FAMILY, GPT2Shape
-from modeling.initialization import Init
+from modeling.families import whole_model
 from recipes.problems import ProblemsError
-
-needs_lm_eval = pytest.mark.skipif(
-    not protocols.has_harness(), reason="lm-eval is not installed: pip install -e .[evaluate]"
-)
 
 
 @pytest.fixture(scope="module")
@@ -48,10 +42,21 @@ def made(tmp_path_factory):
     return folder
 
 
-def score(*arguments, code=0):
+def job_of(*arguments):
+    return checked(build_parser().parse_args([*map(str, arguments)]))
+
+
+def score(*arguments):
+    """The scores of a command line as --out has them."""
+    job = job_of(*arguments)
+    scoring.run(job, scoring.load(job))
+    return json.loads(job.out.read_text()) if job.out else None
+
+
+def command(*arguments, code=0):
     done = run([sys.executable, str(ROOT / "launch" / "score.py"), *map(str, arguments)], timeout=120)
     assert done.returncode == code, done.stdout
-    return done.stdout
+    return " ".join(done.stdout.split())
 
 
 def losses(model, tokenizer, before, after):
@@ -71,48 +76,63 @@ def test_scores_of_documents_are_those_of_transformers(made, texts, length):
     out, data = made / f"documents-{length}.json", made / f"documents-{length}.jsonl"
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     asked = ("--text", data, "--stride", 5, "--window", length)
-    score(run_model, *asked, "--out", out)
-    nll, right, tokens = [], 0, 0
+    kept = score(run_model, *asked, "--out", out)
+    nll, tokens = [], 0
     for text in texts:
         whole = [tokenizer.eos_token_id, *tokenizer.encode(text)]
         ends = sorted({*range(length + 1, len(whole), 5), len(whole)})
         for first, last in zip([1, *ends], ends, strict=False):
             before = whole[max(0, last - length - 1) : first]
-            found, hits = losses(model, tokenizer, before, whole[first:last])
-            nll += found.tolist()
-            right, tokens = right + int(hits.sum()), tokens + last - first
-    kept = json.loads(out.read_text())
+            nll += losses(model, tokenizer, before, whole[first:last])[0].tolist()
+            tokens += last - first
     assert kept["tokens"] == tokens == len(nll)
     assert kept["figures"]["loss_per_token"] == pytest.approx(math.fsum(nll) / tokens, rel=1e-6)
-    assert kept["figures"]["accuracy_per_token"] == right / tokens
     words, size = sum(len(t.split()) for t in texts), sum(len(t.encode()) for t in texts)
     assert kept["figures"]["perplexity_per_word"] == pytest.approx(math.exp(math.fsum(nll) / words), rel=1e-6)
     assert kept["figures"]["bits_per_byte"] == pytest.approx(math.fsum(nll) / size / math.log(2), rel=1e-6)
 
 
-@pytest.mark.long
 def test_a_window_is_a_sample_of_the_training_and_may_be_as_long_as_the_positions(made, tmp_path):
-    make_run(tmp_path / "short", "sequence_length=16", "model.positions=64")
+    short = make_run(tmp_path / "short", "sequence_length=16", "model.positions=64")
     task = ("--text", made / "texts.jsonl")
-    run_directory, short, found = made / "run", tmp_path / "short", []
-    shorter = ("--set", "sequence_length=16")
-    whole = [("--window", 16), shorter, (), (*shorter, "--window", 64)]
-    for model, flags in (
-        *((run_directory, flags) for flags in whole),
-        (short, ()),
-        (short, ("--window", 64)),
-    ):
-        score(model, *task, *flags, "--out", tmp_path / "out.json")
-        found.append(json.loads((tmp_path / "out.json").read_text())["figures"])
-        (tmp_path / "out.json").unlink()
-    assert found[0] == found[1] == found[4] != found[2] == found[3] == found[5]
-    said = refusal(tmp_path / "short", text=str(task[-1]), window=65)
+    cases = [(made / "run", ("--window", 16)), (made / "run", ()), (short, ()), (short, ("--window", 64))]
+    found = []
+    for number, (model, flags) in enumerate(cases):
+        found.append(score(model, *task, *flags, "--out", tmp_path / f"{number}.json")["figures"])
+    assert found[0] == found[2] != found[1] == found[3]
+    said = refusal(short, *task, "--window", 65)
     assert "--window 65: the model has 64 positions; give 64 or less" in said
 
 
-@needs_lm_eval
-def test_lambada_of_a_run_and_of_its_export_is_that_of_transformers(made):
-    """Among the passages one that is padded, and whose logits are cut."""
+BORDERS = [("window", "window"), ("document", "document"), ("document", "window"), ("window", "document")]
+
+
+@pytest.mark.parametrize(("attend", "positions"), BORDERS)
+def test_held_out_samples_have_the_loss_of_the_validation(attend, positions, tmp_path):
+    """Of our own model on the same windows, with borders of documents where its training has them."""
+    texts = "".join(json.dumps({"text": text}) + "\n" for text in PASSAGES * 40)
+    (tmp_path / "texts.jsonl").write_text(texts)
+    text = ("data.source=jsonl", f"data.name={tmp_path}/texts.jsonl", "data.validation_every=3")
+    borders = (f"data.attend={attend}", f"data.positions={positions}")
+    directory = make_run(tmp_path / "run", *text, *borders, "run.validation_samples=6")
+    found = score(directory, "--out", tmp_path / "out.json")
+    job = job_of(directory)
+    recipe = job.texts["perplexity"]["recipe"]
+    windows = torch.from_numpy(
+        corpus.build(recipe, say=str).validation.take(range(6))["window"].astype("int64")
+    )
+    model = whole_model(recipe, foreign_weights.read(job.model.weights, recipe))
+    places = torch.from_numpy(places_in_documents(windows[:, :-1].numpy(), job.model.tokenizer.eos_token_id))
+    assert (places[:, 1:] == 0).any(), "a document ends within a window"
+    weights = torch.ones(windows[:, 1:].shape)
+    with torch.no_grad():
+        row = row_of_documents(places, "cpu") if recipe.data.borders else None
+        expected = float(model(windows[:, :-1], windows[:, 1:], weights, places=row)) / weights.sum()
+    assert found["figures"]["loss_per_token"] == pytest.approx(float(expected), rel=1e-6)
+    assert (found["examples"], found["tokens"], found["variant"]) == (6, 6 * 64, "held out")
+
+
+def test_lambada_of_a_run_and_of_its_export_is_that_of_transformers(made, capsys):
     passages = [*PASSAGES, f"{PASSAGES[0]}, and {PASSAGES[3]}"]
     model = GPT2LMHeadModel.from_pretrained(made / "hf").eval()
     tokenizer = tokenizer_of(PASSAGES, model.config.vocab_size)
@@ -126,27 +146,21 @@ def test_lambada_of_a_run_and_of_its_export_is_that_of_transformers(made):
     assert 32 < len(tokenizer.encode(passages[-1])) < 64
     for directory in (made / "run", made / "run" / "checkpoints" / "step-000004", made / "hf"):
         out = made / f"lambada-{directory.name}.json"
-        said = score(directory, "--tasks", "lambada", "--variant", "openai", "--data", texts, "--out", out)
+        kept = score(directory, "--tasks", "lambada", "--variant", "openai", "--data", texts, "--out", out)
+        said = " ".join(capsys.readouterr().out.split())
         assert "66.5 %" in said and "lambada (openai)" in said
-        assert "other data than the published scores'" in " ".join(said.split())
-        kept = json.loads(out.read_text())["figures"]
+        assert "other data than the published scores'" in said
+        kept = kept["figures"]
         assert kept["perplexity_of_last_word"] == pytest.approx(math.exp(math.fsum(nll) / len(nll)), rel=1e-6)
         assert kept["accuracy"] == sum(bool(hits.all()) for _, hits in found) / len(found)
-        assert kept["accuracy_of_last_token"] == sum(bool(hits[-1]) for _, hits in found) / len(found)
 
 
-@needs_lm_eval
-def test_wikitext103_is_the_same_under_tensor_parallelism_and_from_transformers(made):
+def test_wikitext103_is_that_of_transformers(made):
     """By windows of 64 every 24 tokens from the text's first token on, over original words."""
     text = made / "wiki.raw"
     text.write_text("".join(f" {each} , so . \n" for each in PASSAGES))
     asked = ("--tasks", "wikitext103", "--data", text, "--stride", 24)
-    score(made / "run", *asked, "--out", made / "wiki.json")
-    tp2 = ("--set", "parallel.tp=2", "--out", made / "wiki-tp2.json")
-    done = run_ranks(2, ROOT / "launch" / "score.py", made / "run", *asked, *tp2, timeout=120)
-    assert done.returncode == 0, done.stdout
-    one, two = (json.loads((made / f"{name}.json").read_text()) for name in ("wiki", "wiki-tp2"))
-    assert two["figures"] == pytest.approx(one["figures"], rel=1e-6)
+    one = score(made / "run", *asked, "--out", made / "wiki.json")
     model = GPT2LMHeadModel.from_pretrained(made / "hf").eval()
     tokenizer = tokenizer_of(PASSAGES, model.config.vocab_size)
     document = protocols.wikitext103(file=str(text))["test"][0]
@@ -176,16 +190,16 @@ metric_list:
 """
 
 
-@needs_lm_eval
-def test_any_task_of_lm_eval_is_scored_and_kept(made, tmp_path):
+def test_any_task_of_lm_eval_is_scored_and_kept(made, tmp_path, capsys):
     """With its own metrics; next to a task of ours without them."""
     (tmp_path / "mine.yaml").write_text(OWN_TASK.replace("FILE", str(made / "texts.jsonl")))
+    gone = OWN_TASK.replace("FILE", str(tmp_path / "none.jsonl")).replace("mine", "gone")
+    (tmp_path / "gone.yaml").write_text(gone)
     out = tmp_path / "out.json"
     asked = ("--tasks", "mine,perplexity", "--text", made / "texts.jsonl", "--include_path", tmp_path)
-    said = score(made / "run", *asked, "--out", out)
-    mine, own = json.loads(out.read_text())
+    mine, own = score(made / "run", *asked, "--out", out)
     assert (mine["task"], mine["examples"], mine["windows"], own["task"]) == ("mine", 5, 20, "perplexity")
-    assert mine["source"].startswith("lm-eval ") and "acc_stderr" in said
+    assert mine["source"].startswith("lm-eval ") and "acc_stderr" in capsys.readouterr().out
     model = GPT2LMHeadModel.from_pretrained(made / "hf").eval()
     tokenizer = tokenizer_of(PASSAGES, model.config.vocab_size)
     right = 0
@@ -197,21 +211,20 @@ def test_any_task_of_lm_eval_is_scored_and_kept(made, tmp_path):
     assert mine["figures"]["acc"] == right / len(PASSAGES)
     kept = [each for each in read_scores(made / "run") if each.task == "mine"]
     assert [dict(each.figures) for each in kept] == [mine["figures"]]
-    said = score(made / "run", "--tasks", "mein,lambada_openay", "--include_path", tmp_path, code=2)
+    said = refusal(made / "run", "--tasks", "mein,lambada_openay", "--include_path", tmp_path)
     assert "lambada_openay: lm-eval " in said and "did you mean lambada_openai" in said and "mein" in said
-    (tmp_path / "mine.yaml").write_text(OWN_TASK.replace("FILE", str(tmp_path / "none.jsonl")))
-    said = " ".join(score(made / "run", "--tasks", "mine", "--include_path", tmp_path, code=2).split())
-    assert "mine: its data cannot be read" in said and "HF_HOME" in said and "--include_path DIR" in said
+    said = refusal(made / "run", "--tasks", "gone", "--include_path", tmp_path)
+    assert "gone: its data cannot be read" in said and "HF_HOME" in said and "--include_path DIR" in said
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_scores_are_kept_with_the_run_and_stand_in_its_report(made, tmp_path):
     run_directory = tmp_path / "run"
     shutil.copytree(made / "run", run_directory)
     (run_directory / "scores.json").unlink(missing_ok=True)
     asked = (run_directory, "--text", made / "texts.jsonl")
     (run_directory / "checkpoints" / "step-000009").mkdir()
-    said = " ".join(score(*asked).split())
+    said = command(*asked)
     assert f"weights: WARNING: {run_directory}/checkpoints/step-000009 is damaged" in said
     assert "an older checkpoint is taken" in said
     score(*asked, "--batch", 3)  # the same score once more
@@ -229,15 +242,13 @@ def test_scores_are_kept_with_the_run_and_stand_in_its_report(made, tmp_path):
     assert report.main([str(run_directory), "--out", str(tmp_path / "report")]) == 1
 
 
-@pytest.mark.long
-def test_from_scratch_scores_the_weights_that_the_run_began_with(made, tmp_path):
+def test_from_scratch_scores_the_weights_that_the_run_began_with(made, tmp_path, capsys):
     began = make_run(tmp_path / "began", untrained=True)
     figures = []
     for model, more in ((began, ()), (made / "run", ("--from_scratch",))):
         out = tmp_path / f"{len(figures)}.json"
-        said = score(model, "--text", made / "texts.jsonl", *more, "--out", out)
-        assert ("weights drawn at random" in said) == bool(more)
-        figures.append(json.loads(out.read_text())["figures"])
+        figures.append(score(model, "--text", made / "texts.jsonl", *more, "--out", out)["figures"])
+        assert ("weights drawn at random" in capsys.readouterr().out) == bool(more)
     assert figures[0] == pytest.approx(figures[1], rel=1e-6)
     kept = read_scores(made / "run")
     assert not any(each.from_scratch for each in kept), "they are none of the run's"
@@ -256,82 +267,92 @@ def test_published_scores_stand_beside_their_own_data_alone():
     assert not Score(**of, **made, words=245_569).on_other_data and Score(**of, **made, words=9).on_other_data
 
 
-CPU = Machine(HOST, fp16=False, bf16=True, compiler=True, libaio=False)
+def facts_of(texts, **more):
+    return protocols.perplexity(str(texts), **more)["facts"]
 
 
-def text_of(made, file, **more):
-    job = checked_job(ScoringWishes(str(made / "run"), text=str(file), **more), 1, CPU)
-    return own_text(job, print), job.model.tokenizer
-
-
-def test_documents_are_predicted_from_their_first_token_on(made, tmp_path):
+def test_documents_are_read_whole(made, tmp_path):
     """Of a directory of JSON lines, and of a text file, which is one document."""
     folder = tmp_path / "folder"
     folder.mkdir()
     for number, texts in enumerate((PASSAGES[:2], ["", PASSAGES[2]])):
         rows = "".join(json.dumps({"content": text, "n": 1}) + "\n" for text in texts)
         (folder / f"{number}.jsonl").write_text(rows + "{broken\n")
-    found, tokenizer = text_of(made, folder, window=8)
-    assert found.examples == 3 and found.facts.words == sum(len(text.split()) for text in PASSAGES[:3])
-    counted = sum(window.counted for window in found.windows)
-    assert counted == sum(len(tokenizer.encode(text)) for text in PASSAGES[:3])
-    assert found.windows[0].tokens[0] == tokenizer.eos_token_id and len(found.facts.broken) == 2
-    assert text_of(made, folder, limit=1)[0].examples == 1
+    found = protocols.perplexity(str(folder))
+    assert found["test"]["text"] == PASSAGES[:3]
+    assert found["facts"].words == sum(len(text.split()) for text in PASSAGES[:3])
+    assert len(found["facts"].broken) == 2 and "0.jsonl:3: not a JSON object" in found["facts"].broken[0]
+    assert len(protocols.perplexity(str(folder), limit=1)["test"]) == 1
     whole = tmp_path / "book.txt"
     whole.write_text("\n\n".join(PASSAGES))
-    found, _ = text_of(made, whole, window=8, stride=4)
-    counted = sum(window.counted for window in found.windows)
-    assert counted == len(tokenizer.encode("\n\n".join(PASSAGES))) and found.examples == 1
+    assert protocols.perplexity(str(whole))["test"]["text"] == ["\n\n".join(PASSAGES)]
 
 
 def test_a_character_of_a_script_without_blanks_is_a_word(made, tmp_path):
     (tmp_path / "a.txt").write_text("今天 use GPT-2，ไทย\n한국어 text")
-    assert text_of(made, tmp_path / "a.txt")[0].facts.words == 2 + 1 + 1 + 3 + 2
+    assert facts_of(tmp_path / "a.txt").words == 2 + 1 + 1 + 3 + 2
 
 
-def refusal(model, *tasks, **more):
+def refusal(model, *arguments):
     with pytest.raises(ProblemsError) as refused:
-        checked_job(ScoringWishes(str(model), tasks or ("perplexity",), **more), 1, CPU)
+        job = job_of(model, *arguments)
+        scoring.load(job)
     return str(refused.value)
 
 
-def test_what_cannot_be_scored_is_refused_before_a_start(made, tmp_path, monkeypatch):
+def test_what_cannot_be_scored_is_refused_before_a_start(made, tmp_path):
     texts, run_directory = str(made / "texts.jsonl"), made / "run"
-    monkeypatch.setattr(scoring_plan, "has_harness", lambda: True)
     make_run(tmp_path / "bert", family="bert/sotu")
-    assert "is a BERT" in refusal(tmp_path / "bert", text=texts)
+    text = ("--text", texts)
+    assert "is a BERT" in refusal(tmp_path / "bert", *text)
     shutil.copytree(run_directory, tmp_path / "unsaved", ignore=shutil.ignore_patterns("checkpoints"))
-    assert "holds no checkpoint" in refusal(tmp_path / "unsaved", text=texts)
-    said = refusal(tmp_path / "missing", text=texts)
+    assert "holds no checkpoint" in refusal(tmp_path / "unsaved", *text)
+    said = refusal(tmp_path / "missing", *text)
     assert said.startswith(str(tmp_path / "missing")) and "--init_from" not in said
     tokenizer_of(PASSAGES, 300).save_pretrained(tmp_path / "small")
-    said = refusal(run_directory, text=texts, tokenizer=str(tmp_path / "small"))
+    said = refusal(run_directory, *text, "--tokenizer", tmp_path / "small")
     assert "is not the vocabulary" in said or "300 tokens" in said
-    both = refusal(run_directory, text=texts, window=4096, stride=5000)
+    both = refusal(run_directory, *text, "--window", 4096, "--stride", 5000)
     assert "--window 4096" in both and "--stride 5000" in both
-    assert "no such file" in refusal(run_directory, "lambada", data=str(tmp_path / "none"))
-    assert "no such file" in refusal(run_directory, text=str(tmp_path / "none"))
-    assert "--stride with --tasks lambada" in refusal(run_directory, "lambada", data=texts, stride=3)
-    assert "--stride with --tasks perplexity" in refusal(run_directory, stride=3)
-    assert "held-out samples have 64 tokens" in refusal(run_directory, window=32)
-    assert "hidden" in refusal(run_directory, text=texts, settings=["model.hidden=32"])
-    (tmp_path / "text.txt").write_text("some words\n")
-    plain = str(tmp_path / "text.txt")
-    said = refusal(run_directory, "wikitext103", variant="openai", data=plain, column="body")
-    assert "--variant openai with --tasks wikitext103" in said and "--column body" in said
-    assert "field of --text or --data" in refusal(run_directory, column="body")
-    assert "--text" in refusal(run_directory, "lambada", text=plain)
-    assert "give your own text with --text PATH" in refusal(run_directory, data=plain)
-    assert "no such directory" in refusal(run_directory, "mine", include_path=str(tmp_path / "none"))
-    assert "none of them is of its files" in refusal(run_directory, text=texts, include_path=str(tmp_path))
-    assert "name one of them" in refusal(run_directory, "lambada", "wikitext103", data=plain)
+    of_lambada = ("--tasks", "lambada", "--data")
+    assert "--data " in refusal(run_directory, *of_lambada, tmp_path / "none")
+    assert "--text " in refusal(run_directory, "--text", tmp_path / "none")
+    assert "--stride 3 with --tasks lambada" in refusal(run_directory, *of_lambada, texts, "--stride", 3)
+    assert "--stride 3 with --tasks perplexity" in refusal(run_directory, "--stride", 3)
+    assert "held-out samples have 64 tokens" in refusal(run_directory, "--window", 32)
+    plain = tmp_path / "text.txt"
+    plain.write_text("some words\n")
+    of_wiki = ("--tasks", "wikitext103", "--data", plain)
+    assert "--variant openai with --tasks wikitext103" in refusal(
+        run_directory, *of_wiki, "--variant", "openai"
+    )
+    assert "--column body: " in refusal(run_directory, *of_wiki, "--column", "body")
+    assert "is plain text" in refusal(run_directory, "--text", plain, "--column", "body")
+    assert "field of --text or --data" in refusal(run_directory, "--column", "body")
+    assert "--text" in refusal(run_directory, *of_lambada, plain, "--text", plain)
+    assert "give your own text with --text PATH" in refusal(run_directory, "--data", plain)
+    mine = ("--tasks", "mine", "--include_path")
+    assert "no such directory" in refusal(run_directory, *mine, tmp_path / "none")
+    assert "none of them is of its files" in refusal(run_directory, *text, "--include_path", tmp_path)
+    assert "name one of them" in refusal(run_directory, "--tasks", "lambada,wikitext103", "--data", plain)
+    (tmp_path / "other.jsonl").write_text(json.dumps({"id": 3, "n": 4}) + "\n")
+    said = refusal(run_directory, "--text", tmp_path / "other.jsonl")
+    assert "--column" in said and "data." not in said
 
 
-def test_without_lm_eval_its_tasks_are_refused_with_the_way_to_it(made, monkeypatch):
-    monkeypatch.setattr(scoring_plan, "has_harness", lambda: False)
-    said = refusal(made / "run", "lambada", "hellaswag", "perplexity", text=str(made / "texts.jsonl"))
-    assert "lambada, hellaswag: lm-evaluation-harness" in said and "pip install -e .[evaluate]" in said
-    checked_job(ScoringWishes(str(made / "run"), text=str(made / "texts.jsonl")), 1, CPU)
+def test_several_processes_and_a_missing_lm_eval_are_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(
+        ProblemsError, match=r"(?s)2 processes: one process scores.*pip install -e .\[evaluate\]"
+    ):
+        check_alone()
+
+
+def test_a_setting_of_a_recipe_is_no_flag_any_more(capsys):
+    with pytest.raises(SystemExit):
+        build_parser().parse_args(["run", "--set", "parallel.tp=2"])
+    assert "--set: this command trains nothing" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -351,7 +372,7 @@ def test_scores_that_cannot_be_added_to_are_refused_before_a_start(
     asked = [str(run_directory), "--text", str(made / "texts.jsonl")]
     with pytest.raises(ProblemsError, match=f"scores.json.*: .*{said}"):
         checked(build_parser().parse_args(asked))
-    assert checked(build_parser().parse_args([*asked, "--from_scratch"]))[0].wishes.from_scratch
+    assert checked(build_parser().parse_args([*asked, "--from_scratch"])).from_scratch
 
 
 def test_a_run_that_is_not_mine_is_scored_into_a_file_or_refused_before_a_start(made, tmp_path, monkeypatch):
@@ -360,59 +381,73 @@ def test_a_run_that_is_not_mine_is_scored_into_a_file_or_refused_before_a_start(
     with pytest.raises(ProblemsError, match=r"scores.json cannot be made \(Permission.*: .*add --out FILE"):
         checked(build_parser().parse_args(asked))
     file = tmp_path / "scores.json"
-    assert checked(build_parser().parse_args([*asked, "--out", str(file)]))[1] == file
+    assert checked(build_parser().parse_args([*asked, "--out", str(file)])).out == file
 
 
-def test_what_flags_and_weights_decide_is_no_setting(made):
-    settings = ("precision=bf16", "optimizer.lr=1", "model.implementation=transformers", "data.name=x")
-    settings = (*settings, "parallel.pp=2", "ds_config=zero3")
-    chosen = [part for setting in settings for part in ("--set", setting)]
-    said = score(made / "run", "--text", made / "texts.jsonl", *chosen, code=2)
-    assert "--set data.name=x: --text decides what is read" in said
-    assert "--set parallel.pp=2: every checkpoint is scored on one process" in said
-    assert "--precision decides it" in said and "the weights decide it" in said
-    assert "nothing is trained here" in said
+@given(st.integers(1, 60), st.integers(1, 12), st.data())
+def test_every_target_counts_once_and_in_order(count, length, data):
+    stride = data.draw(st.integers(1, length))
+    for last_whole in (True, False):
+        windows = [*windows_of([*range(count)], length, stride, last_whole=last_whole)]
+        assert [token for _before, after in windows for token in after] == [*range(1, count)]
+        assert all(len(before) + len(after) <= length + 1 for before, after in windows)
+        assert all(len(before) > length - stride for before, _after in windows[1:])
+        if last_whole:
+            assert all(len(before) + len(after) == length + 1 for before, after in windows[1:])
 
 
-def test_logits_are_computed_where_targets_count(made):
-    plan = checked_job(ScoringWishes(str(made / "run"), batch=2), 1, CPU).plan
-    lengths = ((64, 64), (64, 24), (64, 32), (64, 33), (40, 8), (40, 9), (40, 24), (3, 1))
-    windows = [Window(np.arange(length + 1), counted) for length, counted in lengths]
-    whole = [ScoringStep([0, 3], 64, 64), ScoringStep([5, 6], 64, 64)]
-    cut = [ScoringStep([1, 2], 64, 32), ScoringStep([4, 4], 64, 32)]
-    assert list(steps_of(windows, 2, plan)) == [*whole, *cut, ScoringStep([7, 7], 32, 32)]
+@pytest.mark.parametrize(("count", "length", "stride"), [(101, 16, 4), (98, 16, 4), (97, 16, 16), (9, 16, 4)])
+def test_windows_of_wikitext103_are_those_of_megatron(count, length, stride):
+    """`_LMDataset` of tasks/zeroshot_gpt/datasets.py, in a few lines, without empty windows."""
+    tokens, expected = [*range(count)], []
+    sequences = max(-(-max(count - 1 - stride, 0) // stride) + 1, 1)
+    for index in range(sequences):
+        taken = tokens[index * stride : index * stride + length + 1]
+        first = length - stride if stride != length and index != 0 else 0
+        if taken[first + 1 :]:
+            expected.append((taken[: first + 1], taken[first + 1 :]))
+    assert [*windows_of(tokens, length, stride, last_whole=False)] == expected
 
 
-def test_windows_of_a_model_with_borders_have_them(made, monkeypatch):
-    """So that held-out samples have the losses of the training's validation."""
-    plan = checked_job(ScoringWishes(str(made / "run"), batch=2), 1, CPU).plan
-    shape = GPT2Shape(
-        layers=1, hidden=16, heads=2, vocab=50, padded_vocab=64, positions=64,
-        borders=True, within_documents=True, restarts_positions=True,
-    )  # fmt: skip
-    model = FAMILY.plain(shape, group=None, init=Init(seed=0, std=0.5, layers=1)).eval()
-    tokens = torch.arange(1, 34)[None] % 50
-    tokens[0, 12] = 0
-    place = torch.from_numpy(places_in_documents(tokens[:, :-1].numpy(), 0))
+def test_what_has_no_likelihood_ends_the_command(made):
+    job = job_of(made / "run", "--text", made / "texts.jsonl", "--window", 8)
+    model = ScoredModel(job)
+    for count in (0, 9):
+        with pytest.raises(Failed, match=rf"has {count} tokens of its own: between 1 and 8 \(--window\)"):
+            model._loglikelihood_tokens([(None, [5, 6], [7]), (None, [5], [7] * count)])
+    (found,) = model._loglikelihood_tokens([(None, [*range(1, 12)], [3])], disable_tqdm=True)
+    assert model.seen.cut == 1 and math.isfinite(found[0])
+    end = model.tokenizer.eos_token
+    assert model.tok_encode(f"a{end}b") != [
+        *model.tok_encode("a"),
+        model.eot_token_id,
+        *model.tok_encode("b"),
+    ]
     with torch.no_grad():
-        expected = model(
-            *(tokens[:, :-1], tokens[:, 1:], torch.ones(1, 32)), places=row_of_documents(place, "cpu")
-        )
-    model.loss = _scores
-    monkeypatch.setattr(scorer, "gathered", lambda value, group, form=None: [value])
-    monkeypatch.setattr(scorer.dist, "barrier", lambda group: None)
-    grid = SimpleNamespace(at=SimpleNamespace(dp=0), dp=1, control_group=None)
-    losses = {}
-    for border in (0, None):
-        used = Scorer(model, plan, grid, Watchdog(None, 0), border=border)
-        (found,) = used.score([Window(tokens[0].numpy(), 32)])
-        losses[border] = found.nll
-    assert losses[0] == pytest.approx(float(expected), rel=1e-6) != pytest.approx(losses[None], rel=1e-3)
+        model.model.transformer.ln_f.weight[0] = math.nan
+    with pytest.raises(Failed, match="a loss is no number in fp32$"):
+        model._loglikelihood_tokens([(None, [5, 6], [7])], disable_tqdm=True)
+
+
+def test_layers_are_placed_by_the_room_of_the_devices(made, tmp_path, monkeypatch):
+    """As `device_map="auto"` does; here every device is the host."""
+    asked = (made / "run", "--text", made / "texts.jsonl", "--out")
+    whole = score(*asked, tmp_path / "whole.json")["figures"]
+    device = SimpleNamespace(own_memory=True)
+    monkeypatch.setattr(scoring, "processes", SimpleNamespace(device=lambda: device))
+    room = {"cpu": "9GB"}
+    found = []
+    monkeypatch.setattr(
+        scoring, "infer_auto_device_map",
+        lambda model, **how: found.append(infer_auto_device_map(model, max_memory=room, **how)) or found[0],
+    )  # fmt: skip
+    assert score(*asked, tmp_path / "placed.json")["figures"] == whole
+    assert set(found[0].values()) == {"cpu"}
 
 
 def test_running_out_of_memory_is_explained():
     """Any other failure keeps its own traceback."""
-    said = r"(?s)out of memory: OutOfMemoryError: .*20 GiB.*lower --batch.*parallel.tp"
+    said = r"(?s)out of memory: OutOfMemoryError: .*20 GiB.*lower --batch"
     with pytest.raises(Failed, match=said), explain_out_of_memory(LESS_MEMORY):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
     with pytest.raises(RuntimeError, match="^shapes differ$"), explain_out_of_memory(LESS_MEMORY):
