@@ -228,6 +228,7 @@ def train_step(
             )
             from launch.deepspeed_fixes.train_batch_timer import forget_batches
 
+            engine.module.rows = micro_batches.rows_of_documents(batches, engine.device)
             loss = engine.train_batch(pairs)
             forget_batches(engine)
             figures = HostCopy(
@@ -337,6 +338,7 @@ def validate(
                 micro_batches.for_pipeline(b, _unused_salts(engine, b), engine.device)
                 for b in batches
             )
+            engine.module.rows = micro_batches.rows_of_documents(batches, engine.device)
             loss = engine.eval_batch(pairs, num_micro_batches=len(batches))
             totals.append(
                 torch.stack([loss.float().squeeze(), *_pipeline_parts(engine, grid)])

@@ -6,7 +6,7 @@ Of a stream, one rank of each model copy reads for all of it. `recipes.families`
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -320,9 +320,17 @@ def for_pipeline(
     Copied to `device` from pinned memory: DeepSpeed would copy through memory that is not pinned.
     """
     fields = fields_of(batch)
-    batch = {name: value.to(device, non_blocking=True) for name, value in batch.items()}
-    inputs = [batch[name] for name in (*fields.inputs, PLACES) if name in batch]
+    batch = {name: batch[name].to(device, non_blocking=True) for name in fields.names}
+    inputs = [batch[name] for name in fields.inputs]
     if salts is not None:
         inputs.append(salts)
     targets = tuple(batch[name] for name in fields.targets)
     return tuple(inputs) if len(inputs) > 1 else inputs[0], targets
+
+
+def rows_of_documents(batches: Iterable[MicroBatch], device: Device) -> Iterator[Any]:
+    """Yield the `PackedRow`s of micro-batches with borders on `device`, for a pipeline's stage."""
+    from modeling.documents import row_of_documents
+
+    for batch in batches:
+        yield row_of_documents(batch[PLACES], device)
