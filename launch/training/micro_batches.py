@@ -28,7 +28,6 @@ from data.loader import (
 from ds_configs.plan import Plan
 from launch.checkpoints.run_checkpoints import Checkpoint
 from launch.ranks import processes
-from launch.ranks.processes import gathered
 from launch.training.early_ends import BrokenData
 from modeling.hidden_dropout import salts_of
 from modeling.parallel.process_grid import ProcessGrid
@@ -134,7 +133,7 @@ class StreamBatches(StepBatches):
 def end_together(problem: str | None, group: dist.ProcessGroup) -> None:
     """Raise BrokenData on all ranks if there is a `problem` on any, with all of them. Collective."""
     # ranks may share a lane
-    problems = dict.fromkeys(filter(None, gathered(problem, group)))
+    problems = processes.texts_of_all([problem], group)
     if problems:
         raise BrokenData("\n".join(problems))
 
@@ -243,20 +242,22 @@ def next_step(
 ) -> int | None:
     """Return a sum modulo 2**64 of the step after `step`, the same under every layout. Collective.
 
-    It adds up the samples of this rank's data-parallel group, each times a salt of hidden dropout: a function
-    of place, seed and step, as all dropout is. None: a rank cannot read the step.
+    It adds up the samples, each times a salt of hidden dropout: a function of place, seed and step, as all
+    dropout is. None: a rank cannot read the step.
     """
-    own = None
+    halves = torch.tensor([0, 0, 1])  # of the sum; then, whether it is missing
     with contextlib.suppress(Exception):  # the step itself will tell
         rows = rank_rows(plan.layout, grid.at.dp, plan.recipe.sizes.size(step))
         places = torch.from_numpy(rows)
         salts = salts_of(plan.recipe.seed, step, places, 1)
         own = samples_sum(batches.peek()[0], salts[..., 0, 0].tolist())
-    every: list[Any] = gathered(own, grid.control_group)
-    if None in every:
+        halves = torch.tensor([*divmod(own % 2**64, 2**32), 0])
+    dist.all_reduce(halves, group=grid.control_group)
+    high, low, missing = halves.tolist()
+    if missing:
         return None
-    ranks = dist.get_process_group_ranks(grid.data_group)
-    return sum(every[rank] for rank in ranks) % 2**64
+    # the ranks of a model copy have the same samples
+    return (high * 2**32 + low) // (grid.tp * grid.pp) % 2**64
 
 
 def for_plain(

@@ -131,7 +131,7 @@ def test_too_few_open_files(monkeypatch):
     monkeypatch.setattr("resource.setrlimit", lambda which, limits: None)
     assert doctor.open_files(100).verdict == "ok"
     (found,) = checks.run({"open files": lambda: doctor.open_files(1000)})
-    assert found.verdict == "failed" and "1024" in found.found and found.fix.endswith("ulimit -Hn 4128")
+    assert found.verdict == "failed" and "1024" in found.found and found.fix.endswith("ulimit -Hn 2512")
 
 
 LAPTOP = Memory(0, 0.0, 16e9)
