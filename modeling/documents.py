@@ -1,8 +1,9 @@
 """Documents within a sample that do not see each other, and positions that begin anew with each.
 
-The stream of a GPT-2 with borders is (tokens, places, *salts) -> (x, places, *salts) -> logits. Places (B, S)
-say where each token is in its document; 0 is a border. In a plain model they are a `PackedRow`, made once for
-all layers; stages of a pipeline exchange the tensor. None: a sample is one document.
+The stream of a GPT-2 with borders is (tokens, row, *salts) -> (x, row, *salts) -> logits. The row is a
+`PackedRow`, made by the host once for all layers: a number of documents that only a device knew would be
+waited for. Its places (B, S) say where each token is in its document; 0 is a border. None: a sample is one
+document.
 
 No mask is made: on a CPU each document is attended to by itself, on GPUs by FlashAttention for samples of
 different lengths. GPUs without it, and attention dropout on a CPU, take one call for each document.
@@ -39,7 +40,7 @@ def row_of_documents(places: Tensor, device: torch.device | str) -> PackedRow:
     # if a model is compiled: one graph for all numbers of documents
     if "torch._dynamo" in sys.modules:
         torch._dynamo.maybe_mark_dynamic(offsets, 0)
-    row = PackedRow(places, offsets, places.shape[1])
+    row = PackedRow(places, offsets, places.shape[1], on_host=offsets)
     return row.to(device, non_blocking=True)
 
 
@@ -52,29 +53,22 @@ def applied(within: bool, restarts: bool, cut_over: Group) -> tuple[Apply, Apply
     return add_positions, partial(_attend, within)
 
 
-def _places(seen: PackedRow | Tensor) -> Tensor:
-    return seen.places if isinstance(seen, PackedRow) else seen
-
-
 def _add_positions(
     cut_over: Group, restarts: bool, layer: nn.Module, stream: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    """Add positions to the stream, those of `places` if it `restarts` them; cut its salts."""
-    x, seen, *salts = stream
+    """Add positions to the stream, those of its row if it `restarts` them; cut its salts."""
+    x, row, *salts = stream
     own_salts = [own_positions(each, cut_over) for each in salts]
     places = None
-    if restarts and seen is not None:
-        places = own_positions(_places(seen), cut_over)
-    return layer(x, *own_salts, places=places), seen, *own_salts
+    if restarts and row is not None:
+        places = own_positions(row.places, cut_over)
+    return layer(x, *own_salts, places=places), row, *own_salts
 
 
 def _attend(within: bool, layer: nn.Module, stream: tuple[Any, ...]) -> tuple[Any, ...]:
     """Apply a transformer layer that attends `within` documents, or to windows."""
-    x, seen, *salts = stream
-    row = seen if within else None
-    if isinstance(row, Tensor):
-        row = row_of_documents(row, row.device)
-    return layer(x, row, *salts), seen, *salts
+    x, row, *salts = stream
+    return layer(x, row if within else None, *salts), row, *salts
 
 
 def attention_within_documents(
@@ -90,13 +84,17 @@ def attention_within_documents(
     elif has_varlen(tokens):
         out = varlen_attention(tokens, row, dropout, causal=True)
     else:
-        out = one_by_one(tokens, row.offsets, dropout)
+        assert row.on_host is not None
+        out = one_by_one(tokens, row.on_host, dropout)
     return out.unflatten(0, qkv.shape[:2])
 
 
 @torch.compiler.disable
 def one_by_one(qkv: Tensor, offsets: Tensor, dropout: float) -> Tensor:
-    """Attend within each document by a call of its own: (T, N, 3, D), offsets -> (T, N, D)."""
+    """Attend within each document by a call of its own: (T, N, 3, D), offsets -> (T, N, D).
+
+    `offsets`: on the host.
+    """
     outs = []
     for document in qkv.split(offsets.diff().tolist()):
         q, k, v = _heads_first(document)

@@ -10,7 +10,7 @@ to DeepSpeed (pipeline and 3D).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -87,7 +87,7 @@ class ModelShape:
     recomputes_core: bool = False  # of attention, in every layer
     sequence_parallel: bool = False  # under tensor parallelism
     shared_layers: bool = False  # all have the parameters of one
-    borders: bool = False  # places of tokens in their documents are in the stream
+    borders: bool = False  # the row of a micro-batch's documents is in the stream
 
     def layer_at(self, index: int) -> LayerShape:
         """Return the shape of one transformer layer."""
@@ -287,6 +287,7 @@ class Pipeline(PipelineModule):
     """DeepSpeed's stage, with recomputed chunks of only transformer layers.
 
     DeepSpeed itself cuts chunks from the stage's first layer on and recomputes none with an embedding.
+    Documents with borders are no part of what stages exchange: the host of each has the step's batches.
     """
 
     def __init__(
@@ -294,15 +295,14 @@ class Pipeline(PipelineModule):
         definitions: Definitions,
         loss: PipelineLoss,
         grid: ProcessGrid,
-        interval: int,
+        shape: ModelShape,
         stages: Sequence[int],
     ):
-        """Build this rank's stage.
-
-        `interval`: layers of a recomputed chunk; `stages`: transformer layers of each stage.
-        """
+        """Build this rank's stage; `stages`: transformer layers of each stage."""
         self._bounds = stage_bounds(definitions, stages)
-        shared = any(d.tied and d.kind is TransformerLayer for d in definitions)
+        self._borders = shape.borders
+        # of the documents in the next micro-batches, in the order of their passes
+        self.rows: Iterator[Any] = iter(())
         layers = [_layer_spec(definition) for definition in definitions]
         with grid.lend_groups():
             super().__init__(
@@ -311,8 +311,8 @@ class Pipeline(PipelineModule):
                 topology=PipeModelDataParallelTopology(
                     num_pp=grid.pp, num_mp=grid.tp, num_dp=grid.dp
                 ),
-                activation_checkpoint_interval=interval,
-                activation_checkpoint_func=recomputation(shared),
+                activation_checkpoint_interval=shape.checkpoint_interval,
+                activation_checkpoint_func=recomputation(shape.shared_layers),
                 checkpointable_layers=[TransformerLayer.__name__],
             )
         self.loss_parts = loss.part_names
@@ -332,7 +332,14 @@ class Pipeline(PipelineModule):
     def forward(self, stream: Stream) -> Stream:
         interval = self.activation_checkpoint_interval if self.training else 0
         layers: Layers = list(zip(self._applies, self.forward_funcs, strict=True))
-        return run_layers(layers, stream, interval, self.activation_checkpoint_func)
+        if self._borders:
+            x, *salts = stream if isinstance(stream, tuple) else (stream,)
+            stream = x, next(self.rows), *salts
+        stream = run_layers(layers, stream, interval, self.activation_checkpoint_func)
+        if self._borders and isinstance(stream, tuple):
+            x, _, *salts = stream
+            stream = (x, *salts) if salts else x
+        return stream
 
 
 def stage_bounds(definitions: Definitions, stages: Sequence[int]) -> list[int]:
@@ -451,7 +458,7 @@ class Family:
         """
         loss = PipelineLoss(self.loss, group, self.loss_parts(shape))
         layers = self.layer_list(shape, group=group, init=init)
-        return Pipeline(layers, loss, grid, shape.checkpoint_interval, stages)
+        return Pipeline(layers, loss, grid, shape, stages)
 
 
 def common_shape(recipe: Recipe, padded_vocab: int) -> dict[str, Any]:

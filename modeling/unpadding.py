@@ -38,6 +38,8 @@ class PackedRow(NamedTuple):
     # (B + 2,) int32: where each sample begins, then the filling, then T
     offsets: Tensor
     longest: int  # length of the longest sample
+    # offsets where the host reads them without waiting for a device; of documents
+    on_host: Tensor | None = None
 
     @property
     def firsts(self) -> Tensor:
@@ -50,7 +52,7 @@ class PackedRow(NamedTuple):
             each.to(device, non_blocking=non_blocking)
             for each in (self.places, self.offsets)
         )
-        return PackedRow(places, offsets, self.longest)
+        return self._replace(places=places, offsets=offsets)
 
 
 def row_of(

@@ -8,6 +8,7 @@ import math
 import queue
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
@@ -78,33 +79,57 @@ def test_a_manifest_has_a_line_for_a_tensor_and_not_for_each_of_its_pieces(tp, t
     )
 
 
+@pytest.fixture
+def on_ranks(monkeypatch):
+    """Calls a function of a rank on all of a world, in threads; outcomes, and what each rank heard."""
+
+    def call(world, of_rank):
+        pairs = {(rank, rank - 2**power) for rank in range(world) for power in range(11)}
+        # Every queue stands before the threads start: two of them could make one of a defaultdict twice.
+        sent = {pair: queue.Queue() for pair in pairs | {(0, rank) for rank in range(world)}}
+        me, heard = threading.local(), [[] for _ in range(world)]
+
+        def send(tensor, group, group_dst):
+            sent[me.rank, group_dst].put(tensor)
+
+        def receive(tensor, group, group_src):
+            tensor.copy_(sent[group_src, me.rank].get(timeout=60))
+            heard[me.rank].append(tensor.nbytes)
+
+        def share(tensor, group, group_src):
+            for other in range(1, world) if me.rank == 0 else ():
+                sent[0, other].put(tensor)
+            if me.rank != 0:
+                receive(tensor, group, 0)
+
+        fakes = {"send": send, "recv": receive, "broadcast": share}
+        fakes |= {"get_rank": lambda group: me.rank, "get_world_size": lambda group: world}
+        for name, fake in fakes.items():
+            monkeypatch.setattr(dist, name, fake)
+
+        def rank(number):
+            me.rank = number
+            return of_rank(number)
+
+        with ThreadPoolExecutor(world) as pool:
+            outcome = list(pool.map(rank, range(world)))
+        return outcome, heard
+
+    return call
+
+
 @pytest.mark.parametrize("world", [1, 2, 7, 8])
-def test_values_of_all_ranks_are_merged_in_their_order_and_few_come_to_each(world, monkeypatch):
-    # Every queue stands before the threads start: two of them could make one of a defaultdict twice.
-    sent = {(source, target): queue.Queue() for source in range(world) for target in range(world)}
-    me, heard = threading.local(), [0] * world
-
-    def send(tensor, group, group_dst):
-        sent[me.rank, group_dst].put(tensor)
-
-    def receive(tensor, group, group_src):
-        tensor.copy_(sent[group_src, me.rank].get(timeout=10))
-        heard[me.rank] += 0.5  # a length, and the text
-
-    fakes = {"send": send, "recv": receive}
-    fakes |= {"get_rank": lambda group: me.rank, "get_world_size": lambda group: world}
-    for name, fake in fakes.items():
-        monkeypatch.setattr(dist, name, fake)
-    outcome = {}
-
-    def rank(number):
-        me.rank = number
-        outcome[number] = processes.merged([number], lambda one, other: one + other, None)
-
-    threads = [threading.Thread(target=rank, args=(number,)) for number in reversed(range(world))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+def test_values_of_all_ranks_are_merged_in_their_order_and_few_come_to_each(world, on_ranks):
+    outcome, heard = on_ranks(world, lambda n: processes.merged([n], lambda one, other: one + other, None))
     assert outcome[0] == [*range(world)]
-    assert max(heard) <= math.ceil(math.log2(world)) if world > 1 else heard == [0]
+    assert max(map(len, heard)) <= 2 * (world - 1).bit_length(), "a length and a text of each"
+    outcome, _ = on_ranks(world, lambda number: processes.gathered(number, None))
+    assert all(each == [*range(world)] for each in outcome)
+
+
+def test_of_a_thousand_ranks_each_hears_a_text_and_not_a_word_of_each(on_ranks):
+    """Nor of those that say the same; what all ranks have to have alike, rank 0 alone compares."""
+    said = {3: "no compiler", 700: "no compiler", 900: "no room"}
+    outcome, heard = on_ranks(1024, lambda number: processes.texts_of_all([said.get(number)], None))
+    assert all(each == ["no compiler", "no room"] for each in outcome)
+    assert max(map(sum, heard)) < 400 and max(map(len, heard)) <= 20

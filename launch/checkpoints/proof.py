@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -27,7 +28,7 @@ from launch.checkpoints.run_checkpoints import Checkpoint
 from launch.checkpoints.stored import StoredTensors, TensorPlacement
 from launch.checkpoints.sums import sums_of
 from launch.deepspeed_fixes.short_steps import Fragment
-from launch.ranks.processes import gathered
+from launch.ranks.processes import from_rank_0, merged
 from modeling.initialization import DTYPES, canonical_name, shard_of
 from recipes.catalog import ORDER
 from recipes.files import FileError
@@ -127,8 +128,10 @@ def check(
         own.counts.append(
             f"the model's weights are not its master weights in {some(stale, SHOWN)}"
         )
-    reports = gathered(own, state.grid.control_group, ProofReport)
-    came = [*_said(reports), *_other_loss(held, sample)]
+    group = state.grid.control_group
+    reports = merged([own], operator.add, group, list[ProofReport])
+    # only rank 0 has the reports of all
+    came = [*from_rank_0([*_said(reports)], group), *_other_loss(held, sample)]
     if came:
         problems = [Problem(where, each, where=where) for each in came]
         problems[-1] = replace(problems[-1], rule=RULE, fix=FIX)

@@ -52,10 +52,10 @@ VARIABLES = (
     "MEGARECIPES_VERBOSE",
 )
 FILES = 128  # open files of a process, for libraries and data
-# of rank 0: two of its meeting, as counted; copies of the store's connection under NCCL
-FILES_PER_RANK = 4
-# of another rank, which has connections to few: in rings and trees
-MOST_NEIGHBOURS = 96
+# of rank 0, as counted: the meeting's connection and the store's, which all groups share
+FILES_PER_RANK = 2
+# ranks to which any rank has connections, in rings and trees
+MOST_NEIGHBOURS = 192
 # Bytes of /dev/shm. Docker gives 64 MB, in which NCCL failed on four GPUs: a segment of a connection has
 # 9,637,888 bytes (https://github.com/NVIDIA/nccl/issues/342, /525); containers are advised to have 1 GB
 # (--shm-size=1g, https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html).
@@ -338,8 +338,8 @@ def checkpoint_bytes(recipe: Recipe) -> tuple[float, int | None]:
 
 def files_needed(world: int, rank: int = 0) -> int:
     """Return the open files that a rank of `world` may need at once; rank 0 hears all others."""
-    others = world if rank == 0 else min(world, MOST_NEIGHBOURS)
-    return FILES + FILES_PER_RANK * others
+    heard = world if rank == 0 else 0
+    return FILES + FILES_PER_RANK * (heard + min(world, MOST_NEIGHBOURS))
 
 
 def free_bytes(place: Path) -> float:

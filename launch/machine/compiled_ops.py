@@ -85,7 +85,7 @@ def prepare(ds: dict[str, Any], group: dist.ProcessGroup, say: Say = print) -> N
                     build(op, say)
             except CompileError as e:
                 failure = str(e)
-        for text in filter(None, processes.gathered(failure, group)):
+        for text in processes.texts_of_all([failure], group):
             ending.refuse(text, code=1)
 
 

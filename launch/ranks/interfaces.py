@@ -8,18 +8,15 @@ connect to themselves and wait for half an hour.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import ipaddress
 import os
 import socket
-import struct
 from collections.abc import Mapping, Sequence
 
 from recipes.problems import Problem, ProblemsError, some
 
 GLOO = "GLOO_SOCKET_IFNAME"
 NCCL = "NCCL_SOCKET_IFNAME"
-SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 
 def follow_nccl() -> None:
@@ -94,15 +91,19 @@ def _no_interface(
 
 
 def interfaces_with_address() -> list[str]:
-    """List the interfaces with an IPv4 address."""
+    """List the interfaces with an address by which other machines can be reached, IPv4 or IPv6.
+
+    An address of IPv6 that counts only on its link, of which each interface has one, is none.
+    """
+    import psutil
+
     found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):
-                fcntl.ioctl(
-                    probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15])
-                )
+    for name, addresses in psutil.net_if_addrs().items():
+        for family, address, *_ in addresses:
+            six = family == socket.AF_INET6 and not address.startswith("fe80:")
+            if family == socket.AF_INET or six:
                 found.append(name)
+                break
     return found
 
 

@@ -8,11 +8,13 @@ import datetime
 import functools
 import glob
 import json
+import operator
 import os
 import re
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import TypeAdapter
@@ -165,36 +167,17 @@ def launched() -> bool:
     return "WORLD_SIZE" in os.environ
 
 
-def gathered(own: T, group: ProcessGroup, form: Any = Any) -> list[T]:
-    """Gather every rank's `own`, in rank order. Collective.
+def from_rank_0(own: T, group: ProcessGroup, form: Any = Any) -> T:
+    """Return rank 0's `own`. Collective.
 
     It travels as JSON and gets the types of `form` again: a pickle from another process could run anything.
     """
-    import torch
     import torch.distributed as dist
 
-    text = _text_of(own, form)
-    world = dist.get_world_size(group)
-    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
-    dist.all_gather(lengths, torch.tensor([len(text)]), group=group)
-    longest = int(max(lengths))
-    texts = [torch.empty(longest, dtype=torch.uint8) for _ in range(world)]
-    dist.all_gather(texts, _bytes_tensor(text.ljust(longest)), group=group)
-    return [_value_of(each, form) for each in texts]
-
-
-def from_rank_0(own: T, group: ProcessGroup, form: Any = Any) -> T:
-    """Return rank 0's `own`, as `gathered` does. Collective."""
-    import torch
-    import torch.distributed as dist
-
-    text = _bytes_tensor(_text_of(own, form))
-    length = torch.tensor([len(text)])
-    dist.broadcast(length, group_src=0, group=group)
+    share = partial(dist.broadcast, group=group, group_src=0)
     if dist.get_rank(group) != 0:
-        text = torch.empty(int(length), dtype=torch.uint8)
-    dist.broadcast(text, group_src=0, group=group)
-    return _value_of(text, form)
+        return _received(share, form)
+    return _sent(own, share, form)
 
 
 def merged(
@@ -202,30 +185,42 @@ def merged(
 ) -> T:
     """Merge all ranks' values in rank order, two neighbours at a time; rank 0 gets the whole. Collective.
 
-    The others get what they passed on: nobody hears more than log2(world) values. `form`: as in `gathered`.
+    The others get what they passed on: nobody hears more than log2(world) values. `form`: as in `from_rank_0`.
     """
-    import torch
     import torch.distributed as dist
 
     place = dist.get_rank(group)
-    world = dist.get_world_size(group)
     distance = 1
-    while distance < world:
+    while distance < dist.get_world_size(group):
         if place % (2 * distance):
-            text = _bytes_tensor(_text_of(own, form))
-            dist.send(
-                torch.tensor([len(text)]), group=group, group_dst=place - distance
+            _sent(
+                own, partial(dist.send, group=group, group_dst=place - distance), form
             )
-            dist.send(text, group=group, group_dst=place - distance)
             break
-        if place + distance < world:
-            length = torch.zeros(1, dtype=torch.int64)
-            dist.recv(length, group=group, group_src=place + distance)
-            text = torch.empty(int(length), dtype=torch.uint8)
-            dist.recv(text, group=group, group_src=place + distance)
-            own = merge(own, _value_of(text, form))
+        other = place + distance
+        if other < dist.get_world_size(group):
+            receive = partial(dist.recv, group=group, group_src=other)
+            own = merge(own, _received(receive, form))
         distance *= 2
     return own
+
+
+def agreed(
+    own: T, merge: Callable[[T, T], T], group: ProcessGroup, form: Any = Any
+) -> T:
+    """Merge all ranks' values as `merged` does, and return the whole on all of them. Collective."""
+    return from_rank_0(merged(own, merge, group, form), group, form)
+
+
+def gathered(own: T, group: ProcessGroup, form: Any = Any) -> list[T]:
+    """Return every rank's `own`, in rank order: what each rank hears grows with their number. Collective."""
+    return agreed([own], operator.add, group, list[form])
+
+
+def texts_of_all(own: Iterable[str | None], group: ProcessGroup) -> list[str]:
+    """Return the different texts of all ranks, in rank order. Collective."""
+    texts = list(filter(None, own))
+    return agreed(texts, lambda one, other: [*dict.fromkeys(one + other)], group)
 
 
 @functools.cache
@@ -233,19 +228,26 @@ def _adapter(form: Any) -> TypeAdapter[Any]:
     return TypeAdapter(form)
 
 
-def _text_of(value: Any, form: Any) -> bytes:
-    # Not in pydantic's mode for JSON, which has no infinity; `str` is for paths.
-    return json.dumps(_adapter(form).dump_python(value), default=str).encode()
-
-
-def _value_of(text: Tensor, form: Any) -> Any:
-    return _adapter(form).validate_python(json.loads(text.numpy().tobytes()))
-
-
-def _bytes_tensor(text: bytes) -> Tensor:
+def _sent(value: T, send: Callable[[Tensor], object], form: Any) -> T:
+    """Send a value as JSON; return what the others have."""
     import torch
 
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    # Not in pydantic's mode for JSON, which has no infinity; `str` is for paths.
+    text = json.dumps(_adapter(form).dump_python(value), default=str)
+    octets = torch.frombuffer(bytearray(text, "utf-8"), dtype=torch.uint8)
+    send(torch.tensor([len(octets)]))
+    send(octets)
+    return _adapter(form).validate_python(json.loads(text))
+
+
+def _received(receive: Callable[[Tensor], object], form: Any) -> Any:
+    import torch
+
+    length = torch.zeros(1, dtype=torch.int64)
+    receive(length)
+    octets = torch.empty(int(length), dtype=torch.uint8)
+    receive(octets)
+    return _adapter(form).validate_python(json.loads(octets.numpy().tobytes()))
 
 
 def start_processes(

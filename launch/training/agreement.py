@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -32,23 +33,15 @@ def kernel_failure(group: dist.ProcessGroup) -> str | None:
         if device.own_memory
         else None
     )
-    return next(filter(None, processes.gathered(own, group)), None)
+    return next(iter(processes.texts_of_all([own], group)), None)
 
 
-def check(
-    plan: Plan,
-    corpus: Corpus,
-    group: dist.ProcessGroup,
-    initial_weights: str | None = None,
-    compiled: bool = False,
-) -> None:
-    """Refuse ranks that differ in data, weights, code or settings. Collective.
-
-    Every machine prepares its own copy of the corpus: another version of a package or file there would change
-    the training silently. Raises ValueError with the differences.
-    """
+def facts(
+    plan: Plan, corpus: Corpus, initial_weights: str | None, compiled: bool
+) -> dict[str, Any]:
+    """Return what all ranks have to train on alike, and this rank's host."""
     ds = json.dumps(without_paths(plan.ds), sort_keys=True).encode()
-    own = {
+    return {
         "host": socket.gethostname(),
         "vocabulary": corpus.summary.get("vocabulary_digest", "absent"),
         "recipe": catalog.digest(plan.recipe)[:12],
@@ -61,12 +54,19 @@ def check(
             for name, version in description.versions().items()
         },
     }
-    facts = processes.gathered(own, group)
+
+
+def check(ranks: Sequence[dict[str, Any]]) -> None:
+    """Refuse ranks that differ in data, weights, code or settings, by the facts of all.
+
+    Every machine prepares its own copy of the corpus: another version of a package or file there would change
+    the training silently. Raises ValueError with the differences.
+    """
     lines = []
-    for key in own:
-        values = {str(fact[key]) for fact in facts}
+    for key in ranks[0]:
+        values = {str(each[key]) for each in ranks}
         if key != "host" and len(values) > 1:
-            found = {f"{fact[key]} on {fact['host']}" for fact in facts}
+            found = {f"{each[key]} on {each['host']}" for each in ranks}
             lines.append(f"  {key}: {', '.join(sorted(found))}")
     if lines:
         first = "the ranks of this run do not train on the same thing; make the machines equal in:"
@@ -162,8 +162,8 @@ class StepExchange:
 
 def peak_memory(group: dist.ProcessGroup) -> Peaks:
     """Return the largest peak and the largest cached memory of any rank. Collective."""
-    ranks = processes.gathered(
-        (memory.peak_memory().bytes, memory.peak_cached_bytes()), group
-    )
-    cached = [c for _, c in ranks if c is not None]
-    return Peaks(max(peak for peak, _ in ranks), max(cached, default=None))
+    own = memory.peak_memory().bytes, memory.peak_cached_bytes() or 0
+    peaks = torch.tensor(own)
+    dist.all_reduce(peaks, dist.ReduceOp.MAX, group)
+    peak, cached = peaks.tolist()
+    return Peaks(peak, cached or None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -221,14 +222,9 @@ def train_step(
     batches = micro_batches.normalise(batches, grid, engine.device)
     with explain_floor(engine):
         if isinstance(engine, PipelineEngine):
-            # Stages between the first and the last take no micro-batches.
-            pairs = (
-                micro_batches.for_pipeline(b, s, engine.device)
-                for b, s in zip(batches, salts, strict=True)
-            )
             from launch.deepspeed_fixes.train_batch_timer import forget_batches
 
-            loss = engine.train_batch(pairs)
+            loss = engine.train_batch(pipeline_batches(engine, batches, salts))
             forget_batches(engine)
             figures = HostCopy(
                 torch.stack([loss.float().squeeze(), *_pipeline_parts(engine, grid)])
@@ -251,6 +247,18 @@ def train_step(
                     )
                 engine.step()
     return functools.partial(read_outcome, engine, before, figures)
+
+
+def pipeline_batches(
+    engine: PipelineEngine,
+    batches: Sequence[MicroBatch],
+    salts: Sequence[torch.Tensor | None],
+) -> Iterator[Any]:
+    """Return what the first and the last stage take; give this one, any, the documents' rows."""
+    # Not made lazily with these: stages between the first and the last take none.
+    engine.module.rows = micro_batches.rows_of_documents(batches, engine.device)
+    device = itertools.repeat(engine.device)
+    return map(micro_batches.for_pipeline, batches, salts, device)
 
 
 class HostCopy:
@@ -333,10 +341,8 @@ def validate(
     totals = []
     for batches in micro_batches.normalise_steps(steps, grid, engine.device):
         if isinstance(engine, PipelineEngine):
-            pairs = (
-                micro_batches.for_pipeline(b, _unused_salts(engine, b), engine.device)
-                for b in batches
-            )
+            unused = [_unused_salts(engine, batch) for batch in batches]
+            pairs = pipeline_batches(engine, batches, unused)
             loss = engine.eval_batch(pairs, num_micro_batches=len(batches))
             totals.append(
                 torch.stack([loss.float().squeeze(), *_pipeline_parts(engine, grid)])

@@ -6,7 +6,7 @@ Of a stream, one rank of each model copy reads for all of it. `recipes.families`
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,6 @@ from data.loader import (
 from ds_configs.plan import Plan
 from launch.checkpoints.run_checkpoints import Checkpoint
 from launch.ranks import processes
-from launch.ranks.processes import gathered
 from launch.training.early_ends import BrokenData
 from modeling.hidden_dropout import salts_of
 from modeling.parallel.process_grid import ProcessGrid
@@ -134,7 +133,7 @@ class StreamBatches(StepBatches):
 def end_together(problem: str | None, group: dist.ProcessGroup) -> None:
     """Raise BrokenData on all ranks if there is a `problem` on any, with all of them. Collective."""
     # ranks may share a lane
-    problems = dict.fromkeys(filter(None, gathered(problem, group)))
+    problems = processes.texts_of_all([problem], group)
     if problems:
         raise BrokenData("\n".join(problems))
 
@@ -240,20 +239,22 @@ def next_step(
 ) -> int | None:
     """Return a sum modulo 2**64 of the step after `step`, the same under every layout. Collective.
 
-    It adds up the samples of this rank's data-parallel group, each times a salt of hidden dropout: a function
-    of place, seed and step, as all dropout is. None: a rank cannot read the step.
+    It adds up the samples, each times a salt of hidden dropout: a function of place, seed and step, as all
+    dropout is. None: a rank cannot read the step.
     """
-    own = None
+    halves = torch.tensor([0, 0, 1])  # of the sum; then, whether it is missing
     with contextlib.suppress(Exception):  # the step itself will tell
         rows = rank_rows(plan.layout, grid.at.dp, plan.recipe.sizes.size(step))
         places = torch.from_numpy(rows)
         salts = salts_of(plan.recipe.seed, step, places, 1)
         own = samples_sum(batches.peek()[0], salts[..., 0, 0].tolist())
-    every: list[Any] = gathered(own, grid.control_group)
-    if None in every:
+        halves = torch.tensor([*divmod(own % 2**64, 2**32), 0])
+    dist.all_reduce(halves, group=grid.control_group)
+    high, low, missing = halves.tolist()
+    if missing:
         return None
-    ranks = dist.get_process_group_ranks(grid.data_group)
-    return sum(every[rank] for rank in ranks) % 2**64
+    # the ranks of a model copy have the same samples
+    return (high * 2**32 + low) // (grid.tp * grid.pp) % 2**64
 
 
 def for_plain(
@@ -317,9 +318,17 @@ def for_pipeline(
     Copied to `device` from pinned memory: DeepSpeed would copy through memory that is not pinned.
     """
     fields = fields_of(batch)
-    batch = {name: value.to(device, non_blocking=True) for name, value in batch.items()}
-    inputs = [batch[name] for name in (*fields.inputs, PLACES) if name in batch]
+    batch = {name: batch[name].to(device, non_blocking=True) for name in fields.names}
+    inputs = [batch[name] for name in fields.inputs]
     if salts is not None:
         inputs.append(salts)
     targets = tuple(batch[name] for name in fields.targets)
     return tuple(inputs) if len(inputs) > 1 else inputs[0], targets
+
+
+def rows_of_documents(batches: Iterable[MicroBatch], device: Device) -> Iterator[Any]:
+    """Yield the `PackedRow`s of micro-batches with borders on `device`, for a pipeline's stage."""
+    from modeling.documents import row_of_documents
+
+    for batch in batches:
+        yield row_of_documents(batch[PLACES], device)

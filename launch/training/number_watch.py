@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import socket
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,13 +33,14 @@ from launch.training.agreement import all_gather
 from launch.training.early_ends import Corrupted
 from modeling.initialization import canonical_name
 from modeling.parallel.process_grid import ProcessGrid
-from recipes.layout import coordinates
+from recipes.layout import data_groups, tensor_groups
 from recipes.schema import Recipe
 
 # of the time of steps, for checks of a chosen interval: half a percent with what noise adds
 SHARE = 0.004
 TRIAL_STEPS = 5  # of a launch, by whose time the interval is chosen
-AXES = ("dp", "tp")
+# axis of copies -> the groups of ranks along it
+AXES = {"dp": data_groups, "tp": tensor_groups}
 Named = tuple[str, str, str]  # axis of copies ("": no copies), kind and tensor
 
 
@@ -148,14 +150,22 @@ class NumberWatch:
         """
         if again:
             self._compare()
-        table = self._exchange()
-        if not is_sound(table, self._grid):
-            own = Details(socket.gethostname(), *self._details())
-            details = processes.gathered(own, self._grid.control_group, Details)
-            raise Corrupted(corruptions(details, self._grid), self.sound, step)
+        heard = witnesses(self._exchange(), self._grid)
+        if heard:
+            raise Corrupted(self._named(heard), self.sound, step)
         self.sound = step
         for watched in self._watched:
             watched.running.zero_()
+
+    def _named(self, heard: Collection[int]) -> tuple[Corruption, ...]:
+        """Name what changed. Rank 0 hears the details of these ranks, and tells all. Collective."""
+        rank, group = self._grid.rank, self._grid.control_group
+        own = {}
+        if rank in heard:
+            own[rank] = Details(socket.gethostname(), *self._details())
+        details = processes.merged(own, operator.or_, group, dict[int, Details])
+        found = corruptions(details, self._grid)  # only on rank 0 of all
+        return processes.from_rank_0(found, group, tuple[Corruption, ...])
 
     def _due(self, step: int) -> bool:
         return step in (self._trial, self._last) or step % self.every == 0
@@ -249,9 +259,9 @@ class NumberWatch:
         step = statistics.median(steps[1:])
         sums = seconds_of(self._add_up)
         exchange = seconds_of(self._exchange)
-        ranks = processes.gathered((step, sums, exchange), self._grid.control_group)
-        slowest = [max(times) for times in zip(*ranks, strict=True)]
-        self.every, self.always = interval(*slowest)
+        slowest = torch.tensor((step, sums, exchange), dtype=torch.float64)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, self._grid.control_group)
+        self.every, self.always = interval(*slowest.tolist())
         if self.always:
             when = f"after every step and told each {self.every}"
             seen = "a flip between steps is seen"
@@ -296,53 +306,48 @@ def seconds_of(work: Callable[[], object]) -> float:
     return max(times)
 
 
-def is_sound(table: Sequence[NumberReport], grid: ProcessGrid) -> bool:
-    """Check the reports of all ranks, in rank order."""
-    if any(report.changed for report in table):
-        return False
-    for axis in AXES:
-        hashes = [getattr(report, axis) for report in table]
-        if odd_ranks(hashes, axis, grid):
-            return False
-    return True
+def witnesses(table: Sequence[NumberReport], grid: ProcessGrid) -> set[int]:
+    """Return the ranks whose details tell what changed, by the reports of all, in rank order; none: nothing.
+
+    Where ranks saw their own numbers change, those: the change explains copies that differ. Else odd copies,
+    and as many others as outvote them.
+    """
+    found = {rank for rank, report in enumerate(table) if report.changed}
+    if found:
+        return found
+    for axis, groups in AXES.items():
+        for ranks in groups(grid.tp, grid.pp, grid.dp):
+            odd = odd_ranks({rank: getattr(table[rank], axis) for rank in ranks})
+            if odd:
+                others = [rank for rank in ranks if rank not in odd]
+                found |= odd.union(others[: len(odd) + 1])
+    return found
 
 
-def odd_ranks(values: Sequence[object], axis: str, grid: ProcessGrid) -> list[int]:
-    """Return the ranks that differ from the majority along an axis; all of them where there is none."""
-    groups: dict[tuple, list[int]] = {}
-    for rank in range(len(values)):
-        place = coordinates(rank, grid.tp, grid.dp)._replace(**{axis: 0})
-        groups.setdefault(place, []).append(rank)
-    odd: list[int] = []
-    for ranks in groups.values():
-        most, count = Counter(values[rank] for rank in ranks).most_common(1)[0]
-        if count == len(ranks):
-            continue
-        tied = 2 * count <= len(ranks)
-        odd += ranks if tied else [rank for rank in ranks if values[rank] != most]
-    return odd
+def odd_ranks(values: Mapping[int, object]) -> set[int]:
+    """Return the ranks that differ from the majority; all of them where there is none."""
+    counts = Counter(values.values()).items()
+    sound = [value for value, count in counts if 2 * count > len(values)]
+    return {rank for rank, value in values.items() if value not in sound}
 
 
 def corruptions(
-    details: Sequence[Details], grid: ProcessGrid
+    details: Mapping[int, Details], grid: ProcessGrid
 ) -> tuple[Corruption, ...]:
-    """Name ranks and tensors by the details of all ranks, in rank order.
-
-    Where a rank saw its own numbers change, copies that differ are not named: the change explains them.
-    """
+    """Name ranks and tensors by the details of the witnesses."""
     found: dict[tuple[int, str, bool], list[str]] = {}
-    for rank, each in enumerate(details):
+    for rank, each in details.items():
         for _, kind, name in each.changed:
             found.setdefault((rank, kind, False), []).append(name)
-    if not found:
-        copies = [dict(each.copies) for each in details]
-        every_name: dict[Named, None] = {}
-        for held in copies:
-            every_name |= dict.fromkeys(held)
-        for named in every_name:
-            axis, kind, name = named
-            hashes = [held.get(named) for held in copies]
-            for rank in odd_ranks(hashes, axis, grid):
+    copies = {rank: dict(each.copies) for rank, each in details.items()}
+    every_name: dict[Named, None] = {}
+    for held in copies.values() if not found else ():
+        every_name |= dict.fromkeys(held)
+    for named in every_name:
+        axis, kind, name = named
+        for ranks in AXES[axis](grid.tp, grid.pp, grid.dp):
+            there = [rank for rank in ranks if rank in copies]
+            for rank in odd_ranks({rank: copies[rank].get(named) for rank in there}):
                 found.setdefault((rank, kind, True), []).append(name)
     named_corruptions = []
     for (rank, kind, among_copies), names in sorted(found.items()):

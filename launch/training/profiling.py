@@ -88,8 +88,7 @@ class StepProfiler:
             problem = f"{self._trace}: {error}"
         if self._memory:
             self._memory._record_memory_history(enabled=None)
-        problems = processes.gathered(problem, self._group)
-        return [each for each in problems if each]
+        return processes.texts_of_all([problem], self._group)
 
     def _enter(self, name: str) -> None:
         self._open.append(record_function(name))

@@ -358,13 +358,7 @@ class TrainingRun:
     def _report_skipped_records(self) -> None:
         """Name the broken stream records that were skipped on any rank since the last call."""
         own = [each for skipped in self.corpus.skipped for each in skipped.found()]
-        found = sorted(
-            {
-                each
-                for rank in processes.gathered(own, self.grid.control_group)
-                for each in rank
-            }
-        )
+        found = sorted(processes.texts_of_all(own, self.grid.control_group))
         new = [each for each in found if each not in self._reported]
         if new:
             self._reported.update(new)

@@ -368,9 +368,8 @@ def run(training: Training, directory: RunDirectory | None, meeting: Meeting) ->
             fusing.give_up()
             job = replace(job, compiled=False)
         start_weights = given.directory if given else None
-        agreement.check(
-            job.plan, corpus, grid.control_group, start_weights, job.compiled
-        )
+        own = agreement.facts(job.plan, corpus, start_weights, job.compiled)
+        meeting.compare(own, agreement.check)
         if job.adopt:
             from launch.training.run import checksum
 
@@ -419,7 +418,7 @@ def run(training: Training, directory: RunDirectory | None, meeting: Meeting) ->
                 with recorder.keeping("the sample or the scores"):
                     found = training.outcome(corpus)
             recorded = recorder.finish(replace(found, peaks=peaks))
-        if not all(processes.gathered(recorded, grid.control_group)):
+        if not processes.agreed(recorded, min, grid.control_group):
             raise SystemExit(NOT_RECORDED)
 
 

@@ -10,6 +10,7 @@ import time
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 
 import deepspeed
 import pytest
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 
 from data.samples.documents import places_in_documents
-from launch.training.micro_batches import for_pipeline, for_plain, move_unpadded
+from launch.training.micro_batches import for_pipeline, for_plain, move_unpadded, rows_of_documents
 from modeling import documents
 from modeling.documents import (
     attention_of_documents,
@@ -29,7 +30,7 @@ from modeling.documents import (
 from modeling.gpt2 import FAMILY, GPT2Shape
 from modeling.hidden_dropout import salts_of
 from modeling.initialization import Init
-from modeling.layer_list import Stack
+from modeling.layer_list import Pipeline, Stack
 from recipes.families import PLACES
 
 S, V = 48, 50
@@ -166,13 +167,28 @@ def test_recomputation_changes_nothing(monkeypatch, dropout):
         same(found[0], again)
 
 
-def test_a_stage_of_a_pipeline_takes_the_places_themselves():
-    """Stages exchange tensors of one shape; layers make the row of them."""
-    model, given, salts = gpt2(hidden_dropout=0.1), batch(), salts_of(3, 0, torch.arange(B), S)
-    inputs, targets = for_pipeline(given, salts, "cpu")
-    assert [x.shape for x in inputs] == [(B, S), (B, S), (B, S, 2)] and torch.equal(inputs[1], given[PLACES])
-    plain, named = for_plain(given, "cpu", salts)
-    assert torch.equal(model.loss(model.run(inputs), *targets, None), model(*plain, **named))
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_each_stage_of_a_pipeline_takes_the_rows_of_its_own_host(dropout):
+    """In the order of the passes; stages exchange what they do without borders."""
+    model, salts = gpt2(hidden_dropout=dropout), salts_of(3, 0, torch.arange(B), S) if dropout else None
+    other = batch()
+    other[PLACES] = other[PLACES].roll(1, 0)
+    steps = [batch(), other]
+    stages = []
+    for layers in (model._in_order[:3], model._in_order[3:]):
+        applies, modules = zip(*layers, strict=True)
+        stage = SimpleNamespace(_borders=True, _applies=applies, forward_funcs=modules, training=False)
+        stage.activation_checkpoint_func = None
+        stage.rows = rows_of_documents(steps, "cpu")
+        stages.append(stage)
+    for given in steps:
+        inputs, targets = for_pipeline(given, salts, "cpu")
+        sent = Pipeline.forward(stages[0], inputs)
+        shapes = [x.shape for x in sent] if dropout else [sent.shape]
+        assert shapes == [(B, S, 32), (B, S, 2)][: len(shapes)]
+        plain, named = for_plain(given, "cpu", salts)
+        expected = model(*plain, **named)
+        assert torch.equal(model.loss(Pipeline.forward(stages[1], sent), *targets, None), expected)
 
 
 def test_the_host_keeps_the_places():

@@ -45,7 +45,7 @@ def test_a_first_kernel_that_does_not_compile_is_told_by_all_ranks_and_a_plan(tr
 
     monkeypatch.setattr(fusing, "_compiled", refuse)
     monkeypatch.setattr(processes, "device", lambda: Device("cpu", asynchronous=True, own_memory=True))
-    monkeypatch.setattr(processes, "gathered", lambda own, group: [None, own])
+    monkeypatch.setattr(processes, "texts_of_all", lambda own, group: own)
     assert "CalledProcessError" in agreement.kernel_failure(None)
     monkeypatch.setattr(drivers, "gpus", lambda: [1])
     found = drivers.fused_kernels()

@@ -81,10 +81,11 @@ def test_only_tokens_are_counted(padded, tmp_path):
     # nor written by tasks that write
     asked = dict(until=["zzz"], max_gen_toks=30)
     requests = [SimpleNamespace(args=(text[:9], asked)) for text in PASSAGES]
-    prompts = [Request(tuple(tokenizer.encode(text[:9]))) for text in PASSAGES]
     _, theirs, never = opened(padded)
-    expected = continue_all(theirs, prompts, Decoding(30, END, never, None))
-    texts = [tokenizer.decode(each.tokens, skip_special_tokens=True) for each in expected]
+    texts = []
+    for text in PASSAGES:
+        (more,) = continued(theirs, tokenizer.encode(text[:9]), Decoding(30, END, never))
+        texts.append(tokenizer.decode(more.tokens, skip_special_tokens=True))
     assert scoring.ScoredModel(job).generate_until(requests, disable_tqdm=True) == texts
 
 

@@ -21,8 +21,9 @@ def test_how_much_disk_the_checkpoints_take():
 
 
 def test_rank_0_alone_has_files_for_all_ranks():
-    assert checks.files_needed(8) == checks.files_needed(8, 7) == 160
-    assert checks.files_needed(4096) == 16_512
+    """At 4,096 ranks it had 8,201 open (docs/benchmarks.md)."""
+    assert checks.files_needed(8) == 160 and checks.files_needed(8, 7) == 144
+    assert 8_201 < checks.files_needed(4096) == 8_704
     assert checks.files_needed(4096, 1) == 512
 
 

@@ -1,5 +1,7 @@
 """The interface by which gloo reaches other machines."""
 
+import socket
+
 import pytest
 
 from launch.ranks import interfaces, processes
@@ -65,6 +67,20 @@ def test_an_interface_that_is_not_there_is_refused_with_those_there_are(variable
 
 def test_the_loopback_of_this_machine_has_an_address():
     assert "lo" in interfaces.interfaces_with_address()
+
+
+def test_an_address_of_ipv6_is_one_unless_it_is_of_its_link_alone(monkeypatch):
+    """Every interface that is up has one of those, also one that is part of another."""
+    addresses = {"lo": ["::1"], "eth0": ["fe80::1%eth0"], "eth1": ["fd00::1", "fe80::2%eth1"], "ib0": []}
+    families = {name: [(socket.AF_INET6, each, None) for each in of] for name, of in addresses.items()}
+    for name, of in families.items():
+        of.append((socket.AF_PACKET, "02:fc:00:00:00:01", name))
+    monkeypatch.setattr("psutil.net_if_addrs", lambda: families)
+    assert interfaces.interfaces_with_address() == ["lo", "eth1"]
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    interfaces.follow_nccl()
+    assert interfaces.os.environ["GLOO_SOCKET_IFNAME"] == "eth1"
 
 
 def test_a_machine_whose_name_is_its_loopback_is_refused(monkeypatch):

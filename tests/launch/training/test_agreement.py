@@ -57,16 +57,15 @@ def test_the_news_of_4096_ranks_are_no_list_of_reports(monkeypatch):
 
 
 @pytest.fixture
-def ranks(monkeypatch):
+def ranks():
     """Checks a rank after the ranks that were checked before."""
     facts = []
 
-    def gathered(own, group):
-        facts.append(own)
-        return facts
+    def check(plan, compiled=False):
+        facts.append(agreement.facts(plan, CORPUS, None, compiled))
+        agreement.check(facts)
 
-    monkeypatch.setattr(agreement.processes, "gathered", gathered)
-    return lambda plan: agreement.check(plan, CORPUS, None)
+    return check
 
 
 def test_each_machine_has_its_own_scratch_disk(ranks, tmp_path):
@@ -87,12 +86,13 @@ def test_another_configuration_is_refused(ranks, tmp_path):
 
 def test_another_version_of_a_package_is_refused(ranks, tmp_path, monkeypatch):
     ranks(plan(tmp_path))
-    monkeypatch.setattr(description, "versions", lambda: {"python": "3.1"})
+    found = description.versions()
+    monkeypatch.setattr(description, "versions", lambda: {**found, "python": "3.1"})
     with pytest.raises(ValueError, match="version of python"):
         ranks(plan(tmp_path))
 
 
 def test_compiled_and_eager_ranks_are_refused(ranks, tmp_path):
-    agreement.check(plan(tmp_path), CORPUS, None, compiled=True)
+    ranks(plan(tmp_path), compiled=True)
     with pytest.raises(ValueError, match="compiled layers: False on .*, True on"):
         ranks(plan(tmp_path))

@@ -14,7 +14,7 @@ from launch.records.facts import Corruption, StepRecord
 from launch.records.metrics import read_metrics
 from launch.records.result import read_result
 from launch.training.early_ends import Corrupted, Diverged, FigureBounds
-from launch.training.number_watch import Details, NumberReport, corruptions, interval, is_sound
+from launch.training.number_watch import Details, NumberReport, corruptions, interval, witnesses
 
 PRETRAIN = ROOT / "launch/pretrain.py"
 LAYOUTS = {  # name -> ds_config, tp, pp, dp
@@ -166,19 +166,41 @@ SOUND = Details("here", [], [(("dp", "weight", "a"), 1), (("dp", "weight", "b"),
 ODD = Details("there", [], [(("dp", "weight", "a"), 1), (("dp", "weight", "b"), 5)])
 
 
+def named(table, details, shape):
+    """What rank 0 names by what it hears."""
+    heard = witnesses(table, shape)
+    return corruptions({rank: details[rank] for rank in heard}, shape)
+
+
 def test_the_odd_one_of_three_copies_is_named():
     table = [report(dp=1), report(dp=1), report(dp=2)]
-    assert not is_sound(table, grid(1, 3))
-    found = corruptions([SOUND, SOUND, ODD], grid(1, 3))
+    assert not witnesses(table[:2], grid(1, 2))
+    found = named(table, [SOUND, SOUND, ODD], grid(1, 3))
     assert found == (Corruption(2, "there", "weight", ("b",), True),)
 
 
 def test_of_two_copies_both_are_named_unless_one_saw_itself_change():
-    assert not is_sound([report(dp=1), report(dp=2)], grid(1, 2))
-    assert [each.rank for each in corruptions([SOUND, ODD], grid(1, 2))] == [0, 1]
+    found = named([report(dp=1), report(dp=2)], [SOUND, ODD], grid(1, 2))
+    assert [each.rank for each in found] == [0, 1]
     changed = Details("there", [("", "weight", "b")], ODD.copies)
-    found = corruptions([SOUND, changed], grid(1, 2))
+    found = named([report(dp=1), report(1, dp=2)], [SOUND, changed], grid(1, 2))
     assert found == (Corruption(1, "there", "weight", ("b",), False),)
+
+
+def test_of_a_thousand_ranks_few_are_heard():
+    """The odd ones of a group, and those who outvote them: tensor by tensor, too."""
+    shape, odd = grid(4, 256), {5: ("a",), 9: ("b",)}  # in the group of every fourth rank
+    table = [report(dp=rank % 4) for rank in range(1024)]
+    details = [SOUND] * 1024
+    for rank, names in odd.items():
+        table[rank] = report(dp=100 + rank)
+        copies = [(key, value + (key[2] in names)) for key, value in SOUND.copies]
+        details[rank] = Details(f"node{rank}", [], copies)
+    assert witnesses(table, shape) == {5, 9, 1, 13, 17}
+    found = named(table, details, shape)
+    assert found == tuple(Corruption(r, f"node{r}", "weight", names, True) for r, names in odd.items())
+    table[700] = report(changed=1)
+    assert witnesses(table, shape) == {700}, "which explains all that differs"
 
 
 @pytest.mark.parametrize(

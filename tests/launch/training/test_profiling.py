@@ -27,7 +27,7 @@ class MLP(nn.Linear):
 
 def test_a_profile_leaves_a_trace_and_no_hook(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
-    monkeypatch.setattr(profiling.processes, "gathered", lambda own, group: [own, None])
+    monkeypatch.setattr(profiling.processes, "texts_of_all", lambda own, group: [*filter(None, own)])
     module = nn.Sequential(MLP(300, 300), nn.Dropout(0.5))
     engine = SimpleNamespace(module=module, optimizer=torch.optim.AdamW(module.parameters()))
     stepped, grid = engine.optimizer.step, SimpleNamespace(control_group=None)
@@ -49,7 +49,7 @@ def test_a_profile_leaves_a_trace_and_no_hook(tmp_path, monkeypatch):
 
 def test_a_full_disk_costs_the_trace_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-    monkeypatch.setattr(profiling.processes, "gathered", lambda own, group: [own])
+    monkeypatch.setattr(profiling.processes, "texts_of_all", lambda own, group: [*filter(None, own)])
     engine = SimpleNamespace(module=MLP(3, 3), optimizer=torch.optim.SGD([torch.zeros(1)]))
     (tmp_path / "profile").write_text("no folder")
     profiler = profiling.StepProfiler(
@@ -62,7 +62,7 @@ def test_a_full_disk_costs_the_trace_alone(tmp_path, monkeypatch):
 def test_a_trace_is_named_by_the_steps_that_it_holds(tmp_path, monkeypatch):
     """A run resumed between them has the rest alone."""
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-    monkeypatch.setattr(profiling.processes, "gathered", lambda own, group: [own])
+    monkeypatch.setattr(profiling.processes, "texts_of_all", lambda own, group: [*filter(None, own)])
     engine = SimpleNamespace(module=MLP(3, 3), optimizer=torch.optim.SGD([torch.zeros(1)]))
     profiler = profiling.StepProfiler(engine, range(5, 9), SimpleNamespace(control_group=None), tmp_path)
     for step in (7, 8):

@@ -204,7 +204,7 @@ def test_a_save_is_completed_once_all_ranks_have_written_their_files(start):
 def test_all_ranks_end_after_the_step_in_which_one_cannot_read_the_next(start, monkeypatch):
     run, events = start()
     run.batches.fetch = lambda: "line 7 is broken"
-    monkeypatch.setattr(micro_batches, "gathered", lambda own, group: [None, own, own])
+    monkeypatch.setattr(micro_batches.processes, "texts_of_all", lambda own, group: own)
     run.fetch_next(3)
     said = heard(StepReport(), run.exchange(0))
     with pytest.raises(BrokenData, match="^line 7 is broken"), run:

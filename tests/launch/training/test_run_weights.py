@@ -145,17 +145,16 @@ def test_the_vocabulary_of_the_run_is_compared(tmp_path):
     assert "tokens differ" in (vocabulary.foreign_tokens(directory, tokenizer("on and on anon")) or "")
 
 
-def test_ranks_that_would_start_from_other_checkpoints_are_refused(monkeypatch):
+def test_ranks_that_would_start_from_other_checkpoints_are_refused():
     """Of a run that saves while ranks look which one is its newest."""
 
-    def gathered(own, group):
-        return [own, {**own, "initial weights": "runs/a/checkpoints/step-000008", "host": "other"}]
-
-    monkeypatch.setattr(agreement.processes, "gathered", gathered)
     plan, corpus = SimpleNamespace(ds={}, recipe=tiny()), SimpleNamespace(summary={})
-    agreement.check(plan, corpus, None, "runs/a/checkpoints/step-000008")
+    own, same, other = (
+        agreement.facts(plan, corpus, f"runs/a/checkpoints/step-00000{step}", False) for step in (4, 4, 8)
+    )
+    agreement.check([own, same])
     with pytest.raises(ValueError, match="initial weights: .*step-000004 on .*step-000008 on other"):
-        agreement.check(plan, corpus, None, "runs/a/checkpoints/step-000004")
+        agreement.check([own, {**other, "host": "other"}])
 
 
 def test_directories_of_others_are_not_taken_for_runs(tmp_path):
