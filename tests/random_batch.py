@@ -26,11 +26,7 @@ def random_batch(
     """
     sizes = {"B": samples * sequences, "N": samples, "S": length, "P": predictions}
     shortest = length - length // 4
-    below = {
-        "token_types": TOKEN_TYPES,
-        "positions": shortest,
-        "sentence_labels": SENTENCE_CLASSES,
-    }
+    below = {"token_types": TOKEN_TYPES, "positions": shortest, "sentence_labels": SENTENCE_CLASSES}
     below |= {"starts": shortest, "ends": shortest}
     if fields.sizes["weights"] == "N":
         below["labels"] = classes
