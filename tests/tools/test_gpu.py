@@ -90,6 +90,15 @@ def test_a_call_that_is_nearly_over_names_what_was_not_run(tmp_path, monkeypatch
     assert taken[2:] == ["d 40", "e 40"]
 
 
+@pytest.mark.ci
+def test_a_step_is_walked_to_its_end(tmp_path, monkeypatch, capsys):
+    on_cpu(monkeypatch, "--only", "machine", "--folder", tmp_path / "walk")
+    cpu, plan = json.loads((tmp_path / "walk" / "results.json").read_text())["rows"]
+    assert (cpu["code"], plan["code"]) == (0, 0), plan
+    assert "Architecture" in cpu["said"] and "run directory" in plan["said"] and plan["seconds"] > 0
+    assert re.search(r"machine +\d+ +\d+% +300 +0 +launch/pretrain.py", capsys.readouterr().out)
+
+
 def test_a_folder_with_something_else_is_left_as_it_is(tmp_path, monkeypatch, capsys, taken):
     (tmp_path / "of the user's").touch()
     with pytest.raises(SystemExit) as end:
@@ -150,6 +159,21 @@ def test_every_command_is_one_that_its_parser_and_the_resolver_take(step, tiny):
             assert resolve(recipe, config, 1, machine).layout.world == 1
 
 
+def test_the_limits_of_a_lent_quarter_of_an_hour_leave_time_to_start():
+    calls = [step for step in gpu.STEPS.values() if step.minutes]
+    assert [(step.name, step.minutes) for step in calls] == [("fifteen-1", 7), ("fifteen-2", 6)]
+    for step in calls:
+        assert 10 <= 60 * step.minutes - sum(command.limit_s for command in step.commands) <= 20
+    words = [" ".join(command.words) for step in calls for command in step.commands]
+    order = (
+        *("nvidia-smi", "zero1.*dropout.*--steps 20", "zero3 ", "zero2 ", "zero3_offload.*fp16"),
+        *("attend=document", "sotu-muon.*zero1", "ours nano.*compiled", "1.2b.*compiled eager"),
+        *("zero1.*--deterministic", "zero1.*--deterministic", "zero3_offload.*--resume", "bert.*dropout"),
+        *("1.2b.*zero1 .*=null$", "1.2b.*zero1 .*muon", "--profile"),
+    )
+    assert len(order) == len(words) and all(map(re.search, order, words))
+
+
 def measured(*names: str) -> list[Specification]:
     """What the measurements of these steps measure."""
     parse = benchmark.build_parser().parse_args
@@ -175,8 +199,8 @@ def test_the_first_step_has_every_stage_with_dropout_in_both_precisions():
 
 
 def test_a_published_row_keeps_its_model_and_its_micro_batch():
-    specs = measured("1.2b", "345m")
-    for spec in specs:
+    specs = measured("1.2b", "345m", "fifteen-2")
+    for spec in specs[:-1]:  # the last is no published row
         row, own = catalog.load(spec.recipe), spec.load()
         assert own.batch.micro == own.batch.global_ == row.batch.micro
         assert own.model == row.model and own.sequence_length == row.sequence_length

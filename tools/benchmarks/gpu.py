@@ -40,12 +40,15 @@ TOO_LONG = 124
 LEAST_S = 5  # with less time left a command is not run
 MOST_SAID = 8000  # characters of output
 MOST_SHOWN = 60  # of a command in the table
-MOST_OF_TRAINING = 1500  # of a training, which ends with its result
+MOST_OF_TRAINING = 4000  # of a training, which ends with its result
 
 EXAMPLES = """\
 examples:
   python tools/benchmark.py gpu
       everything that one GPU can tell, in commands of five minutes at most
+  python tools/benchmark.py gpu --only fifteen-1
+      what a GPU lent for minutes should say first; fifteen-2 is for the next
+      call, and each keeps to its own time
   python tools/benchmark.py gpu --minutes 9 --only 1.2b attention
       two steps, ended nine minutes from now
   python tools/benchmark.py gpu --on cpu --folder runs/walk
@@ -124,7 +127,7 @@ def tiny(command: Command) -> Command:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("what is measured").add_argument
-    only = "only these steps (default: all without a time)"
+    only = "only these steps (default: all but fifteen)"
     add("--only", nargs="+", choices=STEPS, metavar="STEP", help=only)
     add("--list", action="store_true", help="list the steps and exit")
     on = "cpu: tiny shapes, to try the steps"
