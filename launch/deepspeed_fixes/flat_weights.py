@@ -3,7 +3,7 @@
 DeepSpeed 0.18.9, `runtime/zero/stage_1_and_2.py`, mended in 0.19.0: the flat weights are made of parameters in
 autograd's graph, and torch refuses to write into their parts ("Output 0 of Split is a view and is being
 modified inplace") when ranks gather them.
-No longer needed when 0.18.9 leaves `SEEN` of versions.py; `tools/deepspeed_versions.py` notices.
+No longer needed when 0.18.9 leaves `SEEN` of versions.py; `tests/workers/deepspeed_versions.py` notices.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What of DeepSpeed's insides is imported or overridden here, and the releases that have it.
 
-`tools/deepspeed_versions.py` trains every layout under every release of `SEEN` and compares them with the
-newest; docs/design.md has its figures. What is corrected or done otherwise in some releases asks `at_least`.
+`tests/workers/deepspeed_versions.py` trains every layout under every release of `SEEN` and compares them with
+the newest; docs/design.md has its figures. What is corrected or done otherwise in some releases asks
+`at_least`.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ import deepspeed
 import pytest
 import torch
 import torch.utils.checkpoint
+from random_batch import random_batch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -24,7 +25,6 @@ from launch.training.engine import move_buffers
 from launch.training.micro_batches import for_pipeline, for_plain, padded_arguments
 from modeling import bert, gpt2, unpadding
 from modeling.bert import BertShape
-from modeling.counting import tensor_rank
 from modeling.gpt2 import GPT2Shape
 from modeling.hidden_dropout import HiddenDropout, salts_of
 from modeling.initialization import Init
@@ -33,7 +33,7 @@ from modeling.parallel.layers import seed_step
 from modeling.unpadding import PackedRow
 from recipes.families import Fixed
 from recipes.layout import Coordinates
-from tools.benchmarks.random_batch import random_batch
+from tools.tables.counting import tensor_rank
 
 B, S, P, V = 4, 256, 8, 90
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}

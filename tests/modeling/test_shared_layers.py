@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from launching import WORKERS, run_ranks
+from random_batch import random_batch
 from torch import Tensor
 
 from modeling import bert, cost, gpt2, transformer
@@ -20,7 +21,6 @@ from modeling.initialization import Init
 from modeling.layer_list import Stack
 from recipes import catalog
 from recipes.schema import Model
-from tools.benchmarks.random_batch import random_batch
 from tools.tables.quantities import arithmetic, counts
 
 LAYERS = 3

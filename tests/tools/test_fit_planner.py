@@ -1,12 +1,12 @@
 """The planner's error: what it is on published rows, and that nothing predicts itself."""
 
+import csv
 import math
 import re
-import sys
 from dataclasses import replace
 
 import pytest
-from launching import ROOT, run
+from launching import ROOT
 
 from launch.planning.prediction import constants, hardware, rank_memory
 from launch.planning.prediction import step_time as step_time_module
@@ -19,8 +19,6 @@ from tools.planner import csv_cases, fitting, validation
 from tools.planner.cases import Case, by_document, of_published_tables
 
 ADVENTURES, OWN = "Adventures with BERT and GPT2", "GPT2 Experiments"
-COMMAND = [sys.executable, str(ROOT / "tools" / "fit_planner.py")]
-HEADER = "row,layers,hidden,heads,tp,pp,gpus,micro_batch,global_batch,activation_checkpointing,hardware"
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +30,7 @@ def published() -> list[Case]:
 @pytest.fixture(scope="module")
 def others() -> list[Case]:
     """The rows of other documents."""
-    return csv_cases.read(csv_cases.OTHER_DOCUMENTS)
+    return csv_cases.read()
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +38,22 @@ def found(published) -> validation.PlannerValidation:
     return validation.validate(published)
 
 
-def table(tmp_path, *lines: str, header: str = HEADER):
-    path = tmp_path / "mine.csv"
-    path.write_text("\n".join((header, *lines)) + "\n")
-    return path
+LINE = {
+    "document": "mine", "row": "a", "layers": 24, "hidden": 1024, "heads": 8, "vocab_size": 50257,
+    "sequence_length": 1024, "dp": 8, "gpus": 8, "micro_batch": 4, "global_batch": 32,
+    "activation_checkpointing": "full", "hardware": "a100-80x8", "software": "megatron", "source": "a page",
+}  # fmt: skip
+
+
+def lines(tmp_path, *changes: dict) -> list[Case]:
+    """Cases of a file with a line for each change of `LINE`."""
+    rows = [{**LINE, **change} for change in changes]
+    path = tmp_path / "rows.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, {key: None for row in rows for key in row})
+        writer.writeheader()
+        writer.writerows(rows)
+    return csv_cases.read(path)
 
 
 def test_every_row_with_a_measurement_is_predicted_or_named(published, found):
@@ -222,114 +232,44 @@ def test_steps_that_wait_for_the_host_are_predicted_by_what_it_starts(others):
     assert f"such predictions bear {fitted().waiting.median:.0%}" in text, "7 rows say too little"
 
 
-def test_the_software_is_printed_and_never_guessed_from_the_gpu(tmp_path):
-    """BERT-large on V100, pipeline or not, came out 1.8 times too slow: as by the software of 2019."""
-    header = "row,family,layers,hidden,heads,pp,gpus,micro_batch,zero_stage,hardware,software,samples_per_s"
-    nodes = ("V100 32GB", "A100 40GB", "H100")
-    lines = [f"{node} {pp},bert,24,1024,16,{pp},8,8,0,{node},,300" for node in nodes for pp in (1, 2)]
-    lines += ["z,bert,24,1024,16,1,8,8,1,V100,,300", "n,bert,24,1024,16,1,8,8,0,V100,megatron-2019,300"]
-    cases = csv_cases.read(table(tmp_path, *lines, header=header))
-    names = [case.work.software.name for case in cases]
-    assert names == [*["megatron"] * 6, "megatron-deepspeed", "megatron-2019"]
-    assert [case.assumed for case in cases] == [*[True] * 7, False]
-    text = validation.describe(validation.validate(cases), verbose=True)
-    assert "megatron (6, not stated: name it in the column software)" in text
-    assert "megatron-2019 (1)" in text and "as run by" in text
-    for case in cases:
-        line = next(line for line in text.splitlines() if f"  {case.name} " in line)
-        assert f" {case.work.software.name} " in line
-
-
-def test_a_users_rows_are_predicted(tmp_path):
-    header = f"{HEADER},time_per_iteration_s,cached_gb,status"
-    path = table(
-        tmp_path,
-        "a,24,2304,24,1,1,32,16,512,full,a100-80x8,3.5,,ok",
-        "b,96,12288,96,8,8,64,1,64,selective,NVIDIA A100 80GB,13.75,,",
-        "c,24,1024,16,1,1,8,256,2048,none,V100 16GB,,,OOM",
-        "d,24,,16,1,1,8,4,32,none,V100 32GB,1.0,,ok",
-        header=header,
-    )
-    a, b, c, d = csv_cases.read(path)
-    assert (a.work.layout.dp, a.work.layout.accumulation, a.work.recomputed) == (32, 1, 1)
-    assert b.work.selective and b.node.name == "a100-80x8" and b.work.layout.accumulation == 64
-    assert c.oom and c.node.name == "v100-16x4" and d.work is None
-    done = run([*COMMAND, "--table", str(path), "--verbose"], cwd=tmp_path)
-    printed = done.stdout
-    assert done.returncode == 0
-    assert "hidden is not stated" in printed and "no constant was fitted on: mine" in printed
-    assert printed.count("\nmine  ") == 3, "the errors, and two rows with a time"
-
-
-def test_rows_that_contradict_themselves_are_not_compared(tmp_path):
-    lines = (
-        "a,24,2304,24,1,1,32,3,512,full,a100-80x8",
-        "b,24,2304,24,8,1,12,1,64,full,a100-80x8",
-        "c,24,2304,24,5,1,5,1,5,full,a100-80x8",
-        "d,24,2304,24,1,48,48,1,48,full,a100-80x8",
-        "e,24,2304,24,1,1,8,1,8,full,GH200",
-    )
-    cases = csv_cases.read(table(tmp_path, *lines))
-    assert [case.work for case in cases] == [None] * 5
-    whys = [next(iter(case.excluded.values())) for case in cases]
-    assert "batch.global=512" in whys[0] and "12 GPUs are not tp x pp x dp" in whys[1]
-    assert "24 heads" in whys[2] and "24 layers" in whys[3] and "no known GPU" in whys[4]
+def test_a_line_that_contradicts_itself_or_cannot_be_read_is_named(tmp_path):
+    for line, said in (
+        ({"gpus": 12}, "a: .* 12 GPUs: tp x pp x dp are the GPUs"),
+        ({"micro_batch": 3}, "batch.global=32.*, 8 GPUs"),
+        ({"layers": "x"}, "rows.csv:2: layers='x': input should be a valid integer"),
+        ({"activation_checkpointing": "some"}, "rows.csv:2: activation_checkpointing='some': .*none|full"),
+        ({"head": 2}, "rows.csv:2: head='2': extra inputs are not permitted"),
+        ({"hardware": "GH200"}, "GH200"),
+    ):
+        with pytest.raises(ProblemsError, match=said):
+            lines(tmp_path, line)
 
 
 def test_published_rates_become_seconds(tmp_path):
-    header = f"{HEADER},samples_per_s,tflops,tflops_by,status"
-    line = "a,24,2304,24,1,1,32,16,512,full,a100-80x8"
-    rate, exact, model, oom = csv_cases.read(
-        table(tmp_path, f"{line},128,,,", f"{line},,100,exact,", f"{line},,100,model,", f"{line},128,,,OOM",
-              header=header)
-    )  # fmt: skip
-    assert rate.seconds == 512 / 128 and oom.seconds is None and oom.oom
-    assert model.seconds / exact.seconds == pytest.approx(3 / 4, rel=0.03)
+    rate = {"tflops": 100}
+    exact, model, oom = lines(
+        tmp_path, rate, {**rate, "tflops_by": "model"}, {"status": "oom", "time_per_iteration_s": 3}
+    )
+    assert model.seconds / exact.seconds == pytest.approx(3 / 4, rel=0.04)
+    assert oom.seconds is None and oom.oom and exact.oom is False
 
 
 def test_what_a_row_leaves_open_is_chosen(tmp_path):
     """The fastest micro-batch that fits, and recomputation where memory asks for it."""
-    header = "row,layers,hidden,tp,gpus,micro_batch,global_batch,hardware,tflops"
-    small, large = csv_cases.read(
-        table(tmp_path, "s,24,1024,1,8,,64,a100-40x8,100", "l,48,4096,8,8,16,64,v100-32x8,50", header=header)
-    )
-    assert (small.work.recomputed, small.work.layout.micro) == (0, 8) and small.work.model.heads == 8
-    assert (large.work.recomputed, large.work.layout.micro, large.work.layout.accumulation) == (1, 16, 4)
-    assert small.seconds and large.seconds
-
-
-def test_a_table_of_a_spreadsheet_is_read(tmp_path):
-    path = table(tmp_path, "24,1024,a100-40x8,8", header="layers,hidden,hardware,global_batch")
-    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
-    (case,) = csv_cases.read(path)
-    assert case.work.model.layers == 24, "it begins with a byte order mark"
-
-
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        (
-            "a,x,2304,24,1,1,32,16,512,full,a100-80x8",
-            "mine.csv, line 2, layers: x: Input should be a valid integer",
-        ),
-        (
-            "a,24,2304,24,1,1,32,16,512,some,a100-80x8",
-            "activation_checkpointing: some: .*none, full .or yes., selective",
-        ),
-        ("a,24,-1,24,1,1,32,16,512,full,a100-80x8", "hidden: -1: Input should be greater than or equal to 1"),
-    ],
-)
-def test_a_cell_that_cannot_be_read_is_named(tmp_path, line, says):
-    with pytest.raises(ProblemsError, match=says):
-        csv_cases.read(table(tmp_path, line))
+    open_ = {"micro_batch": "", "activation_checkpointing": "", "global_batch": 64}
+    large = {"layers": 48, "hidden": 4096, "heads": 32, "tp": 8, "dp": 1, "hardware": "v100-32x8"}
+    a, b = lines(tmp_path, {**open_, "hardware": "a100-40x8"}, {**open_, **large, "micro_batch": 16})
+    assert (a.work.recomputed, a.work.layout.micro) == (0, 8)
+    assert (b.work.recomputed, b.work.layout.micro, b.work.layout.accumulation) == (1, 16, 4)
 
 
 def test_a_fine_tuning_has_its_tasks_head_alone(tmp_path):
     """Its logits are those of the task, in memory, operations and time."""
-    header = "row,family,task,layers,hidden,sequence_length,micro_batch,hardware,software"
     kinds = ("", "mnli", "squad1", "race")
-    lines = [f"{kind},bert,{kind},12,768,128,32,V100 32GB,transformers" for kind in kinds]
-    works = [case.work for case in csv_cases.read(table(tmp_path, *lines, header=header))]
+    own = {"family": "bert", "layers": 12, "hidden": 768, "heads": 12, "sequence_length": 128, "gpus": 1}
+    own |= {"dp": 1, "vocab_size": 30522, "micro_batch": 32, "hardware": "v100-32x8"}
+    own |= {"software": "transformers", "activation_checkpointing": "none"}
+    works = [case.work for case in lines(tmp_path, *({**own, "task": kind} for kind in kinds))]
     assert [work.model.task_head for work in works] == ["none", "classification", "span", "choice"]
     assert [work.logits for work in works] == [32 * 128 * 30592, 32 * 3, 32 * 128 * 2, 4 * 32]
     node, known = hardware.find("v100-32x8"), fitted_constants()
@@ -339,40 +279,9 @@ def test_a_fine_tuning_has_its_tasks_head_alone(tmp_path):
     for task in (1, 2):
         assert ranks[task].allocated < 0.8 * ranks[0].allocated, kinds[task]
         assert times[task] < 0.87 * times[0] and operations[task] < 0.8 * operations[0], kinds[task]
-    (usual,) = csv_cases.read(table(tmp_path, lines[1].removesuffix("transformers"), header=header))
-    assert usual.work == works[1], "a task's usual software is not Megatron-LM"
     assert works[3].tokens == 4 * works[1].tokens, "each choice is a sequence"
-    (none,) = csv_cases.read(table(tmp_path, "a,gpt2,mnli,12,768,128,32,V100 32GB,", header=header))
-    assert none.excluded["time"] == "a gpt2 has no task mnli"
-    with pytest.raises(ProblemsError, match="task: cola: Input should be 'sst2'"):
-        csv_cases.read(table(tmp_path, "a,bert,cola,12,768,128,32,V100 32GB,", header=header))
-
-
-def test_an_unknown_column_is_refused(tmp_path):
-    path = table(tmp_path, "24,1024,V100,8,1", header="layers,hidden,hardware,micro_batch,Head")
-    with pytest.raises(ProblemsError) as refused:
-        csv_cases.read(path)
-    said = str(refused.value)
-    assert "unknown column 'head'" in said
-    assert all(name in said for name in csv_cases.COLUMNS)
-
-
-def test_a_table_without_shapes_is_refused(tmp_path):
-    with pytest.raises(ProblemsError, match="no column hardware, hidden"):
-        csv_cases.read(table(tmp_path, "1", header="layers"))
-
-
-def test_a_table_that_is_not_there_is_refused_with_its_flag():
-    refused = run([*COMMAND, "--table", "nosuch.csv"])
-    assert refused.returncode == 2 and "--table nosuch.csv: no such file; give a CSV" in refused.stdout
-
-
-def test_the_columns_are_listed_and_nothing_else():
-    done = run([*COMMAND, "--columns"])
-    listed = [line.split()[0] for line in done.stdout.splitlines() if line and not line.startswith(" ")]
-    assert done.returncode == 0 and listed == list(csv_cases.COLUMNS)
-    refused = run([*COMMAND, "--columns", "--verbose"])
-    assert refused.returncode == 2 and "--columns with --verbose" in refused.stdout
+    with pytest.raises(ProblemsError, match="task='cola': input should be 'sst2'"):
+        lines(tmp_path, {**own, "task": "cola"})
 
 
 def test_the_report_says_what_is_wrong(found):

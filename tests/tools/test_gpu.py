@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -20,91 +21,96 @@ from ds_configs.plan import ANY_GPU, HOST, Machine
 from ds_configs.resolver import resolve
 from recipes import catalog
 from tools import benchmark
-from tools.benchmarks import gpu_command, gpu_steps, measured_system, step_command
-from tools.benchmarks.gpu_steps import Command, GpuStep
+from tools.benchmarks import gpu
+from tools.benchmarks.gpu import Command, GpuStep
+from tools.benchmarks.specification import Specification
+from tools.benchmarks.step import specifications
 
 CPU = Machine(HOST, fp16=False, bf16=True, compiler=True, libaio=False)
 
 
-def gpu(monkeypatch, *flags: object) -> None:
-    monkeypatch.setattr(sys, "argv", ["benchmark.py", "gpu", *map(str, flags)])
+def on_cpu(monkeypatch, *flags: object) -> None:
+    monkeypatch.setattr(sys, "argv", ["benchmark.py", "gpu", "--on", "cpu", *map(str, flags)])
     benchmark.main()
 
 
 @pytest.fixture
 def taken(monkeypatch) -> list[str]:
-    """Two steps in the place of the real ones; the commands that are run, none of them in truth."""
+    """Steps in the place of the real ones; the programs that are run, none of them in truth."""
     run: list[str] = []
 
-    def run_command(command: Command, folder: Path) -> dict:
-        run.append(command[0])
-        assert folder.is_dir()
-        code = int(command[0] == "b" and run.count("b") == 1)  # it works the second time
-        return {"command": command, "code": code, "seconds": 1.5, "said": f"said by {command[0]}"}
+    def run_limited(words, folder: Path, limit_s: float) -> tuple[int, str, str]:
+        assert folder.is_dir() and not [*folder.iterdir()]
+        run.append(f"{words[0]} {limit_s:.0f}")
+        return int(words[0] == "b"), f"said by {words[0]}", "wrong"
 
     steps = (
-        GpuStep("one", "title of one", [("a",), ("b",)], "goal: fast"),
-        GpuStep("two", "title of two", [("c",)]),
+        GpuStep("one", "title of one", [Command(("a",), 300), Command(("b",), 40)], "goal: fast"),
+        GpuStep("two", "title of two", [Command(("c",), 300)]),
+        GpuStep("brief", "of one call", [Command(("d",), 40), Command(("e",), 40)], minutes=1),
     )
-    monkeypatch.setattr(gpu_steps, "STEPS", steps)
-    monkeypatch.setattr(gpu_command, "run_command", run_command)
+    monkeypatch.setattr(gpu, "STEPS", {step.name: step for step in steps})
+    monkeypatch.setattr(gpu, "run_limited", run_limited)
     return run
 
 
-def test_results_are_kept_step_by_step_and_taken_up_again(tmp_path, monkeypatch, capsys, taken):
-    folder = ("--on", "cpu", "--folder", tmp_path / "walk")
-    gpu(monkeypatch, *folder, "--only", "one", "two")
-    assert taken == ["a", "b", "c"], "the next one is still run"
+def test_results_are_written_after_each_command(tmp_path, monkeypatch, capsys, taken):
+    out = tmp_path / "walk" / "results.json"
+    whole = gpu.run_limited
+
+    def looked_at(words, folder, limit_s):
+        if words[0] == "c":
+            assert [row["code"] for row in json.loads(out.read_text())["rows"]] == [0, 1]
+        return whole(words, folder, limit_s)
+
+    monkeypatch.setattr(gpu, "run_limited", looked_at)
+    on_cpu(monkeypatch, "--folder", tmp_path / "walk")
+    assert taken == ["a 300", "b 40", "c 300"], "the next one is still run, and what has its own time is not"
     said = capsys.readouterr().out
-    assert "one 2 of 2 (title of one): b\n2 s, exit code 1\nsaid by b" in said
-    assert "commands failed in one: run again by a start that finds no new ones" in said
-    kept = json.loads((tmp_path / "walk/results.json").read_text())
-    assert [each["code"] for each in kept["steps"]["one"]["commands"]] == [0, 1]
-    assert kept["steps"]["two"]["hardware"]["versions"] and kept["on"] == "cpu"
-    text = (tmp_path / "walk/results.txt").read_text()
-    for said in ("one: title of one\ngoal: fast", "b: 2 s, exit code 1\nsaid by b", "two: title of two"):
-        assert said in text
-    gpu(monkeypatch, *folder)
-    assert taken[3:] == ["b"], "what failed"
-    gpu(monkeypatch, *folder)
-    assert taken[4:] == []
-    gpu(monkeypatch, *folder, "--only", "two")
-    assert taken[4:] == ["c"], "by name, once more"
+    assert "one\ntitle of one\ngoal: fast\n\na\n0 s, exit code 0\nsaid by a" in said
+    assert "exit code 1\nsaid by b\nwrong" in said
+    kept = json.loads(out.read_text())
+    assert kept["hardware"]["versions"] and [row["step"] for row in kept["rows"]] == ["one", "one", "two"]
+    assert re.search(r"two +0 +\S+ +300 +0 +c$", said, re.M), "the table at the end"
+
+
+def test_a_call_that_is_nearly_over_names_what_was_not_run(tmp_path, monkeypatch, capsys, taken):
+    started = psutil.Process().create_time()
+    clock = iter((started + 10, started + 45))
+    monkeypatch.setattr(gpu.time, "time", lambda: next(clock))
+    on_cpu(monkeypatch, "--folder", tmp_path, "--only", "brief")
+    clock = iter((started + 57,) * 9)
+    assert taken == ["d 40", "e 15"], "the second had its minute's rest"
+    on_cpu(monkeypatch, "--folder", tmp_path / "late", "--only", "brief")
+    assert taken == ["d 40", "e 15"] and "\ne\nnot run: the time is over" in capsys.readouterr().out
+    rows = json.loads((tmp_path / "late" / "results.json").read_text())["rows"]
+    assert [row["code"] for row in rows] == ["not run", "not run"]
+    clock = iter((started + 57,) * 9)
+    on_cpu(monkeypatch, "--folder", tmp_path / "longer", "--only", "brief", "--minutes", 2)
+    assert taken[2:] == ["d 40", "e 40"]
+
+
+@pytest.mark.ci
+def test_a_step_is_walked_to_its_end(tmp_path, monkeypatch, capsys):
+    on_cpu(monkeypatch, "--only", "machine", "--folder", tmp_path / "walk")
+    cpu, plan = json.loads((tmp_path / "walk" / "results.json").read_text())["rows"]
+    assert (cpu["code"], plan["code"]) == (0, 0), plan
+    assert "Architecture" in cpu["said"] and "run directory" in plan["said"] and plan["seconds"] > 0
+    assert re.search(r"machine +\d+ +\d+% +300 +0 +launch/pretrain.py", capsys.readouterr().out)
 
 
 def test_a_folder_with_something_else_is_left_as_it_is(tmp_path, monkeypatch, capsys, taken):
-    """A step has a folder of its name, such as runs, which is emptied first."""
-    (tmp_path / "one").mkdir()
-    (tmp_path / "one" / "of the user's").touch()
+    (tmp_path / "of the user's").touch()
     with pytest.raises(SystemExit) as end:
-        gpu(monkeypatch, "--on", "cpu", "--folder", tmp_path)
-    assert end.value.code == 2 and "is not empty" in capsys.readouterr().err
-    assert (tmp_path / "one" / "of the user's").exists() and not taken
+        on_cpu(monkeypatch, "--folder", tmp_path)
+    assert end.value.code == 2 and "is not empty" in capsys.readouterr().err and not taken
 
 
-@pytest.mark.parametrize("ended", ["a", "b", "c"])
-def test_a_start_that_was_ended_is_taken_up_at_its_command(tmp_path, monkeypatch, taken, ended):
-    whole = gpu_command.run_command
-
-    def interrupted(command, folder):
-        if command[0] == ended:
-            raise KeyboardInterrupt
-        return whole(command, folder)
-
-    monkeypatch.setattr(gpu_command, "run_command", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        gpu(monkeypatch, "--on", "cpu", "--folder", tmp_path)
-    monkeypatch.setattr(gpu_command, "run_command", whole)
-    gpu(monkeypatch, "--on", "cpu", "--folder", tmp_path)
-    assert taken == ["a", "b", "c"], "what failed has to wait for what was not tried"
-
-
-def test_a_command_that_takes_too_long_is_ended_with_what_it_started(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu_command, "LIMIT_S", 2)
+def test_a_command_that_takes_too_long_is_ended_with_what_it_started(tmp_path):
     child = "import os, time; open('pid', 'w').write(str(os.getpid())); time.sleep(600)"
     start = "import subprocess, sys; print('begun', flush=True); "
     start += f"subprocess.run([sys.executable, '-c', {child!r}])"
-    code, said, error = gpu_command.run_limited([sys.executable, "-c", start], tmp_path)
+    code, said, error = gpu.run_limited([sys.executable, "-c", start], tmp_path, 2)
     assert (code, said) == (124, "begun\n") and "ended after 2 s" in error
     number = int((tmp_path / "pid").read_text())
     until = time.monotonic() + 20
@@ -113,135 +119,108 @@ def test_a_command_that_takes_too_long_is_ended_with_what_it_started(tmp_path, m
         time.sleep(0.05)
 
 
-def test_no_command_is_started_late(tmp_path, monkeypatch, capsys, taken):
-    clock = iter(range(0, 10_000, 50))
-    monkeypatch.setattr(gpu_command.time, "monotonic", lambda: next(clock))
-    gpu(monkeypatch, "--on", "cpu", "--folder", tmp_path, "--minutes", 1)
-    assert taken == ["a"] and "one 2 and what follows: left for the next start" in capsys.readouterr().out
-
-
 def test_a_signal_to_end_reaches_the_running_command(tmp_path, monkeypatch, taken):
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    monkeypatch.setattr(gpu_command, "run_command", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(gpu, "run_limited", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     try:
         with pytest.raises(KeyboardInterrupt):
-            gpu(monkeypatch, "--on", "cpu", "--folder", tmp_path, "--only", "one")
+            on_cpu(monkeypatch, "--folder", tmp_path, "--only", "one")
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def test_a_results_file_is_of_one_machine(tmp_path, monkeypatch, capsys, taken):
-    here = json.dumps({"on": "cpu", "accelerator": "cpu", "steps": {"one": {"status": "done"}}})
-    for kept in ('{"on": "cuda", "accelerator": "NVIDIA H200", "steps": {}}', here):
-        (tmp_path / "results.json").write_text(kept)
-        with pytest.raises(SystemExit) as end:
-            gpu(monkeypatch, "--on", "cpu", "--folder", tmp_path)
-        assert end.value.code == 2 and "name another --folder" in capsys.readouterr().err
-        assert (tmp_path / "results.json").read_text() == kept and not taken
-
-
-@pytest.mark.parametrize(("flags", "said"), [((), "without a GPU"), (("--only", "none"), "--only none")])
-def test_what_cannot_be_measured_is_refused(flags, said, tmp_path, monkeypatch, capsys):
+def test_without_a_gpu_it_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["benchmark.py", "gpu", "--folder", str(tmp_path / "x")])
     with pytest.raises(SystemExit) as end:
-        gpu(monkeypatch, *flags, "--folder", tmp_path / "x")
-    assert end.value.code == 2 and said in capsys.readouterr().err and not (tmp_path / "x").exists()
+        benchmark.main()
+    assert end.value.code == 2 and "without a GPU" in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
 
 
 @pytest.mark.parametrize("tiny", [False, True])
-@pytest.mark.parametrize("step", gpu_steps.STEPS, ids=lambda step: step.name)
+@pytest.mark.parametrize("step", gpu.STEPS.values(), ids=gpu.STEPS)
 def test_every_command_is_one_that_its_parser_and_the_resolver_take(step, tiny):
     for command in step.commands:
-        script, *flags = gpu_steps.tiny(command) if tiny else command
+        script, *flags = (gpu.tiny(command) if tiny else command).words
+        if not script.endswith(".py"):
+            continue
         module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
         args = module.build_parser().parse_args(flags)
         given = []
-        if script == gpu_steps.TRAIN:
+        if script == gpu.TRAIN:
             given = [(catalog.load(args.recipe, args.set, tiny=args.tiny, steps=args.steps), args.ds_config)]
-        elif script == gpu_steps.MEASURE:
-            given = [(spec.load(), spec.ds_config) for spec in step_command.specifications(args)]
+        elif script == gpu.MEASURE:
+            given = [(spec.load(), spec.ds_config) for spec in specifications(args)]
             assert all(recipe.data.source == "packaged" and not recipe.data.blend for recipe, _ in given)
         for recipe, config in given:
             machine = replace(CPU, fp16="--emulate_fp16" in flags) if tiny else ANY_GPU
-            assert args.tiny == tiny and (script == gpu_steps.TRAIN or args.blocks == (1 if tiny else 3))
+            assert args.tiny == tiny and (script == gpu.TRAIN or args.blocks in ({1} if tiny else {1, 2, 3}))
             assert resolve(recipe, config, 1, machine).layout.world == 1
 
 
+def test_the_limits_of_a_lent_quarter_of_an_hour_leave_time_to_start():
+    calls = [step for step in gpu.STEPS.values() if step.minutes]
+    assert [(step.name, step.minutes) for step in calls] == [("fifteen-1", 7), ("fifteen-2", 6)]
+    for step in calls:
+        assert 10 <= 60 * step.minutes - sum(command.limit_s for command in step.commands) <= 20
+    words = [" ".join(command.words) for step in calls for command in step.commands]
+    order = (
+        *("nvidia-smi", "zero1.*dropout.*--steps 20", "zero3 ", "zero2 ", "zero3_offload.*fp16"),
+        *("attend=document", "sotu-muon.*zero1", "ours nano.*compiled", "1.2b.*compiled eager"),
+        *("zero1.*--deterministic", "zero1.*--deterministic", "zero3_offload.*--resume", "bert.*dropout"),
+        *("1.2b.*zero1 .*=null$", "1.2b.*zero1 .*muon", "--profile"),
+    )
+    assert len(order) == len(words) and all(map(re.search, order, words))
+
+
+def measured(*names: str) -> list[Specification]:
+    """What the measurements of these steps measure."""
+    parse = benchmark.build_parser().parse_args
+    commands = (command.words for name in names for command in gpu.STEPS[name].commands)
+    parsed = (parse(words[1:]) for words in commands if words[0] == gpu.MEASURE)
+    return [spec for args in parsed for spec in specifications(args) if spec.system != "rate"]
+
+
 def test_nothing_is_fetched_from_the_hub_and_each_system_of_124m_is_measured_in_both_forms():
-    speeds = {
-        step.name: [each for each in step.commands if each[0] == gpu_steps.MEASURE]
-        for step in gpu_steps.STEPS
-    }
-    parser = benchmark.build_parser()
-    specs = {name: [*map(parser.parse_args, (each[1:] for each in of))] for name, of in speeds.items()}
-    every = {
-        name: [spec for args in of for spec in step_command.specifications(args)]
-        for name, of in specs.items()
-    }
-    kinds = {spec.load().data.tokenizer.kind for of in every.values() for spec in of}
+    kinds = {spec.load().data.tokenizer.kind for spec in measured(*gpu.STEPS)}
     assert kinds <= {"gpt2", "trained_bpe", "trained_wordpiece"}
-    found = {(spec.system, spec.compiled) for spec in every["124m"] if spec.system != "rate"}
+    found = {(spec.system, spec.compiled) for spec in measured("124m")}
     assert found == {*product(("ours", "nano", "transformers"), (False, True))}
 
 
 def test_the_first_step_has_every_stage_with_dropout_in_both_precisions():
-    first = next(step for step in gpu_steps.STEPS if step.name == "first")
     for precision in ("fp16", "bf16"):
-        wanted = {
-            f"--set={each}"
-            for each in (f"precision={precision}", "dropout.hidden=0.1", "dropout.attention=0.1")
-        }
-        stages = {
-            command[command.index("--ds_config") + 1] for command in first.commands if wanted <= {*command}
-        }
+        own = (f"precision={precision}", "dropout.hidden=0.1", "dropout.attention=0.1")
+        wanted = {f"--set={each}" for each in own}
+        lines = [command.words for command in gpu.STEPS["first"].commands]
+        stages = {words[words.index("--ds_config") + 1] for words in lines if wanted <= {*words}}
         assert stages >= {"zero0", "zero1", "zero2", "zero3", "zero3_offload"}
 
 
 def test_a_published_row_keeps_its_model_and_its_micro_batch():
-    parser, rows = benchmark.build_parser(), 0
-    for step in (step for step in gpu_steps.STEPS if step.name in ("1.2b", "345m")):
-        for command in step.commands:
-            args = parser.parse_args(command[1:])
-            row, own = catalog.load(args.recipe), catalog.load(args.recipe, args.set)
-            assert own.batch.micro == own.batch.global_ == row.batch.micro
-            assert own.model == row.model and own.sequence_length == row.sequence_length
-            rows += 1
-    assert rows == 9
+    specs = measured("1.2b", "345m", "fifteen-2")
+    for spec in specs[:-1]:  # the last is no published row
+        row, own = catalog.load(spec.recipe), spec.load()
+        assert own.batch.micro == own.batch.global_ == row.batch.micro
+        assert own.model == row.model and own.sequence_length == row.sequence_length
+    assert len(specs) >= 9
 
 
-def test_commands_start_in_an_empty_folder_and_say_what_came(tmp_path):
-    (tmp_path / "x" / "1").mkdir(parents=True)
-    (tmp_path / "x" / "1" / "old").touch()
-    refused = ("launch/report.py", "nowhere", "--out", "report")
-    place = gpu_command.empty_place(tmp_path / "x" / "1", ("launch/recipe.py", "--help"))
-    fine, failed = (
-        gpu_command.run_command(each, place) for each in (("launch/recipe.py", "--help"), refused)
-    )
-    assert fine["code"] == 0 and "examples:" in fine["said"] and "error" not in fine
-    assert failed["code"] == 2 and "nowhere" in gpu_command.command_text(failed)
-    assert [*(tmp_path / "x" / "1").iterdir()] == []
-
-
-def test_numbers_of_a_training_and_of_a_measurement_are_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu_command, "ROOT", tmp_path)
-    (tmp_path / "launch").mkdir()
-    for script, out in (("train.py", "run/result.json"), ("measure.py", "numbers.json")):
+def test_a_command_says_what_came_with_the_numbers_of_a_training_or_a_measurement(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "ROOT", tmp_path)
+    for out in ("run/result.json", "numbers.json"):
         write = f"path = pathlib.Path({out!r}); path.parent.mkdir(exist_ok=True); path.write_text('[7]')"
-        (tmp_path / "launch" / script).write_text(f"import pathlib\n{write}\n")
-    for number, words in enumerate(
-        (("launch/train.py", "--out", "run"), ("launch/measure.py", "--out", "numbers.json"))
-    ):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        assert gpu_command.run_command(words, folder)["numbers"] == [7]
+        (tmp_path / "script.py").write_text(f"import pathlib\n{write}\nprint('done')\n")
+        command = Command(("script.py", "--out", out.partition("/")[0]), 60)
+        row = gpu.outcome(command, tmp_path / "at" / out.partition("/")[0], time.time() + 60)
+        assert (row["numbers"], row["code"], row["said"]) == ([7], 0, "done") and "error" not in row
+    row = gpu.outcome(Command(("none.py",), 60), tmp_path / "x", time.time() + 60)
+    assert row["code"] == 2 and "none.py" in row["error"]
+    row = gpu.outcome(Command(("nowhere-smi",), 60), tmp_path / "y", time.time() + 60)
+    assert row["code"] == 127 and row["error"] == "there is no nowhere-smi"
 
 
 def test_what_a_command_said_last_begins_with_a_whole_line():
-    assert gpu_command.last_lines("one\ntwo\nthree\n", 9) == "three"
-    assert gpu_command.last_lines("one\ntwo\n", 9) == "one\ntwo"
-
-
-def test_kernels_of_attention_are_found_by_name():
-    found = measured_system.ATTENTION.search
-    assert all(found(name) for name in ("flash_fwd", "aten::_softmax", "fmha_cutlass"))
-    assert not found("aten::log_softmax")
+    assert gpu.last_lines("one\ntwo\nthree\n", 9) == "three"
+    assert gpu.last_lines("one\ntwo\n", 9) == "one\ntwo"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,56 +16,60 @@ from launching import WORKERS, run_ranks
 from modeling import cost
 from recipes import catalog
 from tools import benchmark
-from tools.benchmarks import measured_system, step_speed, step_text, systems
+from tools.benchmarks import results, step, systems
+from tools.benchmarks.results import Column
 from tools.benchmarks.specification import Specification
-from tools.benchmarks.step_speed import Measurement, Pace
-from tools.benchmarks.turns import TurnWorker, WorkerFailed
+from tools.benchmarks.worker import Worker, WorkerFailed
+
+TINY = ("step", "--tiny", "--blocks", "2", "--steps", "1", "--warm_up", "1")
 
 
-def measured(name: str, seconds: list[float], **more) -> Measurement:
-    found = Measurement(Specification(name, "ours", "default/sotu"), seconds, **more)
-    found.tokens, found.operations = [100] * len(seconds), [3 * 10**12] * len(seconds)
-    return found
+class Counted:
+    """A worker that has run: each step took the next of the given seconds."""
+
+    def __init__(self, spec: Specification, log: Path) -> None:
+        seconds = {"rate": 0.5, "ours": 2.0, "transformers": 5.0}.get(spec.system)
+        if seconds is None:
+            raise WorkerFailed("no memory")
+        self.given = itertools.cycle((seconds, seconds / 2, 30.0))
+        self.operations = 10**12 if spec.system == "rate" else 3 * 10**12
+
+    def ask(self, method: str, *arguments: object) -> object:
+        if method == "run":
+            return [(next(self.given), 100, self.operations) for _ in range(arguments[0])]
+        row = {"operation": "aten::mm", "seconds": 0.5, "calls": 3.0}
+        return {"peak_bytes": 10**9, "graphs": {"graphs": 2, "breaks": {}}, "profile": [row]}[method]
+
+    def end(self) -> None: ...
 
 
-GIVEN = [
-    measured("ours", [2.0, 1.0, 30.0], peak_bytes=10**9, phases=[{"step": 2.0, "forward": 0.5}]),
-    measured(
-        "theirs",
-        [6.0, 4.0, 5.0],
-        others=[0.25],
-        graphs={"graphs": 2, "breaks": {"a call": 1}},
-        profile={"top": [("aten::mm", 0.5, 3.0)], "attention": ["flash_fwd"]},
-    ),
-    Measurement(Specification("broken", "nano", "default/sotu"), failed="no memory"),
-    Measurement(
-        Specification("rate", "rate", "default/sotu"),
-        rates=[{"square": s, "products": s / 2} for s in (1e12, 3e12, 99e12)],
-    ),
-]
+def measured(monkeypatch, *flags: str) -> list[dict]:
+    """The rows of `benchmark.py step` by systems that only count."""
+    monkeypatch.setattr(step, "Worker", Counted)
+    args = benchmark.build_parser().parse_args(["step", "--tiny", "--blocks", "3", "--steps", "1", *flags])
+    return [*step.rows(args, {})]
 
 
-def test_shares_and_ratios_follow_from_the_medians():
-    ours, theirs = step_speed.speed_rows(GIVEN)
-    assert (ours.seconds, ours.fastest, ours.tokens_per_s, ours.tflops) == (2.0, 1.0, 50.0, 1.5)
-    assert (ours.share, ours.product_share, ours.times, ours.peak_bytes) == (0.5, 1.0, 1.0, 10**9)
-    assert (theirs.seconds, theirs.share, theirs.times) == (5.0, 0.2, 2.5)
-    without = step_speed.speed_rows(GIVEN[:2])
-    assert [row.share for row in without] == [None, None] and step_speed.speed_rows([]) == []
+@pytest.mark.parametrize("apart", [(), ("--apart",)])
+def test_shares_and_ratios_follow_from_the_medians(monkeypatch, capsys, tmp_path, apart):
+    flags = ("--variants", "compiled", "--warm_up", "3", "--profile", str(tmp_path / "traces"), *apart)
+    rate, ours, bare, nano, theirs = measured(monkeypatch, *flags)
+    assert (rate["seconds"], rate["tflops"]) == (0.5, 2.0) and "share" not in rate
+    assert (ours["seconds"], ours["fastest"], ours["tokens_per_s"], ours["tflops"]) == (2.0, 1.0, 50.0, 1.5)
+    assert (ours["share"], ours["times"], ours["peak_bytes"], ours["graphs"]) == (0.75, 1.0, 10**9, 2)
+    assert (theirs["seconds"], theirs["share"], theirs["times"]) == (5.0, 0.3, 2.5)
+    assert bare["failed"] == nano["failed"] == "no memory" and "seconds" not in bare
+    assert all(row["others"] >= 0 and row["start_s"] >= 0 for row in (rate, ours))
+    said = capsys.readouterr().out
+    assert "as nanoGPT, compiled: not measured: no memory" in said
+    assert said.count("aten::mm") == 2 and "500.0" in said
+    table = results.table([rate, ours, bare, theirs], step.TABLES[0])
+    assert all(shown in table for shown in ("75.0%", "2.50x", "1.00x", "1.00")) and " - " in table
 
 
-def test_the_tables_and_the_picture_show_them(tmp_path):
-    rows = step_speed.speed_rows(GIVEN)
-    table = step_text.speeds(rows)
-    assert all(said in table for said in ("50.0%", "100.0%", "2.50x", "1.00")) and "broken" not in table
-    assert "3.000 TFLOP/s in large square products (1.000 to 99.000 in 3 blocks)" in step_text.rates(GIVEN)
-    assert "500.0" in step_text.parts(GIVEN) and "1500.0" in step_text.parts(GIVEN), "the rest of two seconds"
-    assert "25% of the cores" in step_text.disturbance(GIVEN)
-    profile = step_text.profile_tables(GIVEN)
-    assert "theirs" in profile and "500.0" in profile and "attention: flash_fwd" in profile
-    assert step_text.graphs(GIVEN[1]) == ["2 graphs", "a call"] and step_text.graphs(GIVEN[0]) == []
-    step_text.draw(rows, tmp_path / "x.png", "title")
-    assert (tmp_path / "x.png").stat().st_size > 5000
+def test_a_cell_is_shown_in_its_unit():
+    column = Column("GB", "bytes", "{:.2f}", 1e9)
+    assert [column.cell(row) for row in ({"bytes": 1.5e9}, {"bytes": 0}, {})] == ["1.50", "0.00", "-"]
 
 
 def test_padding_is_no_work():
@@ -74,9 +81,9 @@ def test_padding_is_no_work():
     }
     count = cost.exact_flops_per_step
     expected = count(recipe.model, 10, 1, predictions=1) + count(recipe.model, 64, 1, predictions=2)
-    assert measured_system.work_of(recipe, batch) == (74, expected)
+    assert systems.work_of(recipe, batch) == (74, expected)
     gpt = catalog.load("default/sotu")
-    work = measured_system.work_of(gpt, {"tokens": torch.zeros(3, 256)})
+    work = systems.work_of(gpt, {"tokens": torch.zeros(3, 256)})
     assert work == (768, count(gpt.model, 256, 3))
 
 
@@ -108,7 +115,8 @@ def found(tmp_path_factory) -> dict:
 
 @pytest.mark.long
 def test_every_system_trains_on_the_same_work(found):
-    assert found["rate"]["square"] > 0 and found["rate"]["products"] > 0
+    ((seconds, tokens, operations),) = found["rate"]
+    assert seconds > 0 and (tokens, operations) == (0, 2 * 256**3)
     for recipe in ("", " bert"):
         same = found[f"ours{recipe}"]["work"]
         assert found[f"transformers{recipe}"]["work"] == found[f"bare{recipe}"]["work"] == same
@@ -120,45 +128,29 @@ def test_every_system_trains_on_the_same_work(found):
 
 
 @pytest.mark.long
-def test_the_parts_of_a_step_are_timed(found):
-    for name in ("ours", "bare", "nano", "transformers"):
-        (phases,) = found[name]["phases"]
-        inside = [phases[part] for part in ("data", "forward", "backward", "optimizer")]
-        assert min(inside) > 0 and sum(inside) <= phases["step"] + 1e-9
-        assert found[name]["profile"]["top"][0][1] > 0
-    for name in ("ours", "bare"):
-        (phases,) = found[name]["phases"]
-        assert min(phases[part] for part in ("copies", "norm", "update", "rounding")) > 0
+def test_systems_take_turns_in_processes_of_their_own(monkeypatch, capsys, tmp_path):
+    """Rows are in the file, also of one that fails; ours trains and is profiled."""
+    flags = ["--systems", "ours", "nano", "--variants", "eager", "--profile", str(tmp_path / "traces")]
+    monkeypatch.setattr(sys, "argv", ["benchmark.py", *TINY, *flags, "--out", str(tmp_path / "step.json")])
+    benchmark.main()
+    rate, ours, nano = json.loads((tmp_path / "step.json").read_text())["rows"]
+    assert len(ours["steps"]) == 2 and ours["peak_bytes"] > 10**8 and rate["tflops"] > 0
+    assert [tokens for _, tokens, _ in ours["steps"]] == [512, 512] and nano["seconds"] > 0
+    assert ours["profile"][0]["seconds"] > 0 and len([*(tmp_path / "traces").iterdir()]) == 2
+    assert "ours, zero1, eager: ready" in capsys.readouterr().out
 
 
 @pytest.mark.long
-def test_systems_take_turns_in_processes_of_their_own(monkeypatch):
-    ours = Specification("ours", "ours", "default/sotu", (), True, "zero1")
-    broken = Specification("broken", "nano", "bert/sotu", (), True, "zero1")
-    said = []
-    first, second = step_speed.measure([ours, broken], Pace(2, 1, 1), said.append)
-    assert len(first.seconds) == 2 and first.peak_bytes > 10**8 and len(first.others) == 2
-    assert first.tokens == [512, 512] and first.failed is None and first.phases[0]["forward"] > 0
-    assert "no plain loop for BERT" in second.failed and not second.seconds
-    assert 0 < step_speed.launch_seconds(ours).first_step < 100
-    assert said[:2] == ["ours: ready", f"broken: not measured: {second.failed}"]
-
-
-@pytest.mark.long
-def test_a_rank_that_fails_or_dies_says_its_last_words_and_ends_the_others(tmp_path):
+def test_a_process_that_fails_or_dies_says_its_last_words(tmp_path):
     odd = Specification("odd", "no such system", "default/sotu", (), True, "zero1")
     with pytest.raises(WorkerFailed, match="KeyError: 'no such system'"):
-        TurnWorker(odd, tmp_path / "odd.txt")
-    two = Specification("two", "ours", "default/sotu", ("parallel.dp=2",), True, "zero1", processes=2)
-    worker = TurnWorker(two, tmp_path / "two.txt")
-    ((_, tokens, _),) = worker.ask("run", 1)
-    assert tokens == 512, "of both ranks"
-    (tmp_path / "two.txt").write_text("the last words")
-    one, other = worker._processes
-    one.kill()
+        Worker(odd, tmp_path / "odd.txt")
+    worker = Worker(replace(odd, system="ours"), tmp_path / "ours.txt")
+    (tmp_path / "ours.txt").write_text("the last words")
+    worker.process.kill()
     with pytest.raises(WorkerFailed, match="the last words"):
         worker.ask("run", 1)
-    assert not other.is_alive()
+    worker.end()
 
 
 @pytest.mark.parametrize(
@@ -166,16 +158,14 @@ def test_a_rank_that_fails_or_dies_says_its_last_words_and_ends_the_others(tmp_p
     [
         (("--ds_config", "zero9"), "zero9"),
         (("--set", "model.heads=7"), "model.heads"),
-        (("--plot", "step.txt"), ".png"),
         (("--recipe", "jean_zay/none"), "jean_zay"),
         (("--blocks", "0"), "--blocks"),
         (("--out", "README.md"), "--out README.md exists already"),
-        (("--no_launch", "--systems", "nano"), "--no_launch without --systems ours"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_first(flags, said, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["benchmark.py", "step", *flags])
-    monkeypatch.setattr(step_speed, "measure", lambda *_: pytest.fail("started"))
+    monkeypatch.setattr(step, "Worker", lambda *_: pytest.fail("started"))
     with pytest.raises(SystemExit) as end:
         benchmark.main()
     assert end.value.code == 2 and said in capsys.readouterr().err

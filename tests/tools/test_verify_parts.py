@@ -115,7 +115,7 @@ def row():
 
 
 def checks(quantity, row, known=None):
-    return list(quantity(row, CheckedTable(row.table, [row], [], known or Evidence())))
+    return list(quantity(replace(row, source=CheckedTable(row.table, [row], [], known or Evidence()))))
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from launch.console import terminal
-from launch.ranks import door, processes
+sys.path.append(str(Path(__file__).parents[1]))  # also where no pytest starts it
+
+from launch.console import terminal  # noqa: E402
+from launch.ranks import door, processes  # noqa: E402
 
 terminal.quiet_libraries()
 
@@ -34,6 +36,7 @@ import torch.distributed as dist  # noqa: E402
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology  # noqa: E402
 from deepspeed.runtime.zero import partitioned_param_coordinator  # noqa: E402
 from deepspeed.utils import groups as deepspeeds  # noqa: E402
+from random_batch import random_batch  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from ds_configs.plan import ANY_GPU, HOST, Machine, Plan  # noqa: E402
@@ -50,7 +53,6 @@ from modeling.families import family_of, meta_parameters  # noqa: E402
 from modeling.parallel.layers import seed_step  # noqa: E402
 from modeling.parallel.process_grid import ProcessGrid  # noqa: E402
 from recipes import catalog  # noqa: E402
-from tools.benchmarks.random_batch import random_batch  # noqa: E402
 
 CPU = Machine(HOST, fp16=False, bf16=True, compiler=True, libaio=False)
 STAGES = ("zero0", "zero1", "zero2", "zero3")

@@ -17,7 +17,6 @@ class Specification:
         system: name of the training code: "ours", "transformers", "bare", "nano" or "rate".
         settings: changes of the recipe, as for --set.
         compiled: by torch.compile.
-        processes: ranks on this machine.
     """
 
     name: str
@@ -27,7 +26,6 @@ class Specification:
     tiny: bool = False
     ds_config: str = "zero1"
     compiled: bool = False
-    processes: int = 1
 
     def load(self) -> Recipe:
         """Load the recipe. Raises ValueError."""

@@ -1,21 +1,23 @@
-"""Systems to measure, as one rank runs them: our engine and its alternatives."""
+"""Systems whose training steps are measured: our engine, its alternatives, and the machine's matrix rate."""
 
 from __future__ import annotations
 
-import statistics
-import timeit
-from collections.abc import Callable, Sequence
+import math
+import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import deepspeed
 import torch
-import torch.nn.functional as F
-from torch._utils import _unflatten_dense_tensors as views_like
-from torch.nn.parallel import DistributedDataParallel
+from deepspeed.accelerator import get_accelerator
+from torch.profiler import ProfilerActivity
 
+from data.corpus import build as build_corpus
 from data.loader import MicroBatch
-from launch.machine import compiled_ops
+from launch.machine import compiled_ops, description
+from launch.machine.memory import peak_memory
+from launch.ranks import processes
 from launch.training import compiling
 from launch.training.agreement import StepExchange, StepReport
 from launch.training.engine import (
@@ -24,39 +26,131 @@ from launch.training.engine import (
     parameter_groups,
     train_step,
 )
-from launch.training.job import Job
+from launch.training.job import Job, plan_job
 from launch.training.micro_batches import (
     for_plain,
     normalise,
     padded_arguments,
     salts_of_step,
+    training_batches,
 )
+from launch.training.run import next_batch
 from launch.training.schedule import learning_rate
-from modeling.cost.products import Product, head_products, layer_products
+from modeling import cost
 from modeling.families import conversion_of, family_of, model_shape
-from modeling.initialization import Init
+from modeling.initialization import DTYPES, Init
+from modeling.parallel.layers import seed_step
+from modeling.parallel.process_grid import ProcessGrid
 from recipes.schema import Recipe
-from tools.benchmarks.measured_system import Clock, MeasuredSystem, Work, now
 from tools.benchmarks.nano_gpt import NanoGpt
+from tools.benchmarks.results import Row
 from tools.benchmarks.specification import Specification
 
+SHOWN = 15  # lines of a profile
 # rows and columns of the products for the matrix rate, on a CPU and on a GPU
 SQUARE = 2048, 8192
-# Methods of the engine's optimizer, of which at most one calls another of the same phase.
-WITHIN = {
-    "copies": (
-        "copy_grads_in_partition",
-        "_update_hp_grad",
-        "partition_grads",
-        "take_gradients",
-    ),
-    "norm": ("_norm", "scaled_global_norm", "_get_norm_groups"),
-    "rounding": (
-        "update_lp_params",
-        "round_weights",
-        "_reassign_or_swap_out_partitioned_parameters",
-    ),
-}
+
+
+class Work(NamedTuple):
+    """Tokens and operations of a step, without padding."""
+
+    tokens: int
+    operations: int  # of matrix products, forward and backward, without recomputation
+
+
+def work_of(recipe: Recipe, batch: MicroBatch) -> Work:
+    """Return the work of one micro-batch."""
+    count = cost.exact_flops_per_step
+    if "lengths" not in batch:
+        samples, length = batch["tokens"].shape
+        return Work(samples * length, count(recipe.model, length, samples))
+    lengths = batch["lengths"].tolist()
+    predicted = (batch["weights"] > 0).sum(1).tolist()
+    each = (
+        count(recipe.model, s, 1, predictions=p)
+        for s, p in zip(lengths, predicted, strict=True)
+    )
+    return Work(sum(lengths), sum(each))
+
+
+def now() -> float:
+    """Return the time in seconds, after the GPU has finished its work."""
+    get_accelerator().synchronize()
+    return time.perf_counter()
+
+
+class MeasuredSystem:
+    """The batches of a training from its own loader, and a `step` that trains on the next ones.
+
+    Attributes:
+        loss: of the last step.
+    """
+
+    def __init__(self, spec: Specification) -> None:
+        self.loss: float | None = math.nan
+        self.recipe = spec.load()
+        self.plan = plan_job(
+            self.recipe,
+            spec.ds_config,
+            description.detect_machine(),
+            compiled=spec.compiled,
+            initial_weights=None,
+        )
+        self.grid = ProcessGrid(1, 1, 1)
+        corpus = build_corpus(self.recipe, say=lambda text: None)
+        self.batches = training_batches(self.plan, corpus, self.grid, None)
+        self.device = torch.device(get_accelerator().current_device_name())
+        self.dtype = DTYPES[self.plan.precision]
+        self.done = 0
+
+    def take(self) -> tuple[Sequence[Any], Work]:
+        """Return the micro-batches of the next step, and their work."""
+        seed_step(self.recipe.seed, self.done, self.grid.at)
+        batches = next_batch(self.batches)
+        self.done += 1
+        works = [work_of(self.recipe, batch) for batch in batches]
+        return batches, Work(*map(sum, zip(*works, strict=True)))
+
+    def salts(self) -> Sequence[torch.Tensor | None]:
+        """Return the salts of dropout of each micro-batch that was taken last."""
+        return salts_of_step(self.plan, 0, self.done - 1, self.device)
+
+    def step(self) -> Work:
+        raise NotImplementedError
+
+    def run(self, steps: int) -> list[tuple[float, int, int]]:
+        """Run `steps` steps and return (seconds, tokens, operations) of each."""
+        found = []
+        for _ in range(steps):
+            started = now()
+            work = self.step()
+            found.append((now() - started, *work))
+        return found
+
+    def profile(self, trace: str, steps: int) -> list[Row]:
+        """Write a Chrome trace; return the slowest operations with seconds and calls a step."""
+        gpu = processes.device().own_memory
+        kinds = torch.profiler.supported_activities() if gpu else {ProfilerActivity.CPU}
+        with torch.profiler.profile(activities=kinds) as profiler:
+            self.run(steps)
+        profiler.export_chrome_trace(trace)
+        lasting = "self_device_time_total" if gpu else "self_cpu_time_total"
+        found = []
+        for event in profiler.key_averages():
+            seconds = getattr(event, lasting) / 1e6 / steps
+            row = {"operation": event.key[:80], "seconds": seconds}
+            found.append({**row, "calls": event.count / steps})
+        return sorted(found, key=lambda row: -row["seconds"])[:SHOWN]
+
+    def graphs(self) -> dict[str, Any]:
+        """Count the graphs of torch.compile so far, and the reasons of graph breaks."""
+        from torch._dynamo.utils import counters
+
+        graphs = counters["stats"].get("unique_graphs", 0)
+        return {"graphs": graphs, "breaks": dict(counters["graph_break"])}
+
+    def peak_bytes(self) -> int:
+        return peak_memory().bytes
 
 
 class Ours(MeasuredSystem):
@@ -65,38 +159,15 @@ class Ours(MeasuredSystem):
     def __init__(self, spec: Specification) -> None:
         super().__init__(spec)
         job = Job(self.plan, spec.name, Path("unused"), compiled=spec.compiled)
-        self.engine = build_engine(job, self.grid, self.said.append)
-        clock_engine(self.engine, self.clock)
+        self.engine = build_engine(job, self.grid, print)
 
     def step(self) -> Work:
-        with self.clock("data"):
-            batches, work = self.take()
-        salts = salts_of_step(
-            self.plan, self.grid.at.dp, self.done - 1, self.engine.device
-        )
-        read_outcome = train_step(self.engine, batches, self.grid, salts)
+        batches, work = self.take()
+        read_outcome = train_step(self.engine, batches, self.grid, self.salts())
         telling = StepExchange(StepReport(), self.grid.control_group)
         self.loss = read_outcome().loss
         telling.wait()
         return work
-
-
-def clock_engine(engine: Any, clock: Clock) -> None:
-    """Have the parts of the engine's step on the clock, and the waiting for other ranks within them."""
-    works: Any = torch.distributed.Work
-    works.wait = clock("communication")(works.wait)
-    for phase, name in (
-        ("forward", "forward"),
-        ("backward", "backward"),
-        ("optimizer", "step"),
-    ):
-        setattr(engine, name, clock(phase)(getattr(engine, name)))
-    for phase, names in WITHIN.items():
-        for name in names:
-            method = getattr(engine.optimizer, name, None)
-            if method:
-                setattr(engine.optimizer, name, clock(phase)(method))
-    engine.basic_optimizer.step = clock("update")(engine.basic_optimizer.step)
 
 
 class Transformers(MeasuredSystem):
@@ -104,33 +175,29 @@ class Transformers(MeasuredSystem):
 
     def __init__(self, spec: Specification) -> None:
         super().__init__(spec)
-        plan = self.plan
-        recipe = self.recipe
-        compiled_ops.prepare(plan.ds, self.grid.control_group, lambda text: None)
-        partitioned = plan.zero_stage == 3
-        with deepspeed.zero.Init(config_dict_or_path=plan.ds, enabled=partitioned):
-            model = transformers_model(recipe)
+        ds = self.plan.ds
+        compiled_ops.prepare(ds, self.grid.control_group, print)
+        partitioned = self.plan.zero_stage == 3
+        with deepspeed.zero.Init(config_dict_or_path=ds, enabled=partitioned):
+            model = transformers_model(self.recipe)
         # Partitioned, transformers' own initialisation saw empty tensors.
         for parameter in model.parameters() if partitioned else ():
             with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
                 if parameter.dim() > 1:
-                    torch.nn.init.normal_(parameter, std=recipe.init_std)
-        if recipe.checkpoint_interval:
-            model.gradient_checkpointing_enable(
-                gradient_checkpointing_kwargs={"use_reentrant": False}
-            )
+                    torch.nn.init.normal_(parameter, std=self.recipe.init_std)
+        if self.recipe.checkpoint_interval:
+            how = {"use_reentrant": False}
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
         if spec.compiled:
             model.compile()
-        self.engine = initialize(plan, model, self.grid)
+        self.engine = initialize(self.plan, model, self.grid)
         self.engine.train()
-        clock_engine(self.engine, self.clock)
 
     def step(self) -> Work:
-        with self.clock("data"):
-            batches, work = self.take()
+        batches, work = self.take()
         losses = []
         for batch in batches:
-            loss = self.engine(**transformers_inputs(batch, self.engine.device)).loss
+            loss = self.engine(**transformers_inputs(batch, self.device)).loss
             self.engine.backward(loss)
             self.engine.step()
             losses.append(loss.detach())
@@ -159,28 +226,27 @@ def transformers_inputs(
     predicted = weights > 0
     rows = torch.arange(len(tokens), device=device)[:, None].expand_as(positions)
     full[rows[predicted], positions[predicted]] = labels[predicted]
-    kept = (
-        torch.arange(tokens.shape[1], device=device)[None]
-        < batch["lengths"].to(device)[:, None]
-    )
-    found = {
-        "input_ids": tokens,
-        "token_type_ids": types,
-        "attention_mask": kept.long(),
-        "labels": full,
-    }
-    return (
-        {**found, "next_sentence_label": sentences}
-        if bool(batch["sentence_weights"].any())
-        else found
-    )
+    columns = torch.arange(tokens.shape[1], device=device)
+    kept = columns < batch["lengths"].to(device)[:, None]
+    found = {"input_ids": tokens, "token_type_ids": types, "labels": full}
+    found["attention_mask"] = kept.long()
+    if batch["sentence_weights"].any():
+        found["next_sentence_label"] = sentences
+    return found
 
 
 class PlainLoop(MeasuredSystem):
-    """A model in a plain PyTorch loop; `called` computes its loss."""
+    """A model in a plain PyTorch loop with torch's fused AdamW; `called` computes its loss."""
 
-    called: Callable[..., Any]
+    called: Any
     scaler = torch.amp.GradScaler(enabled=False)
+
+    def adamw(self, groups: Any) -> torch.optim.Optimizer:
+        """Make the recipe's optimizer."""
+        chosen = self.recipe.optimizer
+        return torch.optim.AdamW(
+            groups, lr=chosen.lr, betas=chosen.betas, eps=chosen.eps, fused=True
+        )
 
     def forward(self, given: Any) -> torch.Tensor:
         """Return the loss of one of the micro-batches of `take`."""
@@ -190,54 +256,45 @@ class PlainLoop(MeasuredSystem):
         raise NotImplementedError
 
     def step(self) -> Work:
-        with self.clock("data"):
-            every, work = self.take()
+        every, work = self.take()
         losses = []
         for given in every:
-            with self.clock("forward"):
-                loss = self.forward(given) / len(every)
-            with self.clock("backward"):
-                self.scaler.scale(loss).backward()
+            loss = self.forward(given) / len(every)
+            self.scaler.scale(loss).backward()
             losses.append(loss.detach())
-        with self.clock("optimizer"):
-            self.optimize()
+        self.optimize()
         self.loss = torch.stack(losses).sum().item()
         return work
 
 
 class Bare(PlainLoop):
-    """Our model in a bare PyTorch loop: flat fp32 master weights, torch's fused AdamW, clipping."""
+    """Our model in a bare PyTorch loop: fp32 master weights, torch's fused AdamW, clipping."""
 
     def __init__(self, spec: Specification) -> None:
         super().__init__(spec)
         recipe = self.recipe
-        chosen = self.recipe.optimizer
         init = Init(recipe.seed, recipe.init_std, recipe.model.layers)
         shape = model_shape(recipe, self.plan.padded_vocab)
-        self.model = (
-            family_of(recipe.model).plain(shape, group=None, init=init).to(self.device)
-        )
-        groups = parameter_groups(self.model, chosen.weight_decay)
-        self.parameters = [list(group["params"]) for group in groups]
-        self.masters = [_master_of(own) for own in self.parameters]
-        self.model.to(self.dtype).train()
-        for group, master in zip(groups, self.masters, strict=True):
-            master.grad = torch.empty_like(master)
-            group["params"] = [master]
-        self.optimizer = torch.optim.AdamW(
-            groups, lr=chosen.lr, betas=chosen.betas, eps=chosen.eps, fused=True
-        )
-        compiling.prepare(self.model, self.plan)
+        model = family_of(recipe.model).plain(shape, group=None, init=init)
+        model.to(self.device)
+        groups = parameter_groups(model, recipe.optimizer.weight_decay)
+        self.parameters: list[Any] = []
+        self.masters: list[Any] = []
+        for group in groups:
+            self.parameters += group["params"]
+            group["params"] = [p.detach().float().clone() for p in group["params"]]
+            self.masters += group["params"]
+        model.to(self.dtype).train()
+        self.optimizer = self.adamw(groups)
+        compiling.prepare(model, self.plan)
         if spec.compiled:
-            self.model.compile()
-        self.called = data_parallel(self.model)
+            model.compile()
+        self.called = model
 
     def take(self) -> tuple[Sequence[Any], Work]:
         batches, work = super().take()
-        salts = salts_of_step(self.plan, self.grid.at.dp, self.done - 1, self.device)
-        return [
-            *zip(normalise(batches, self.grid, self.device), salts, strict=True)
-        ], work
+        batches = normalise(batches, self.grid, self.device)
+        return [*zip(batches, self.salts(), strict=True)], work
 
     def forward(self, given: Any) -> torch.Tensor:
         batch, salts = given
@@ -246,26 +303,14 @@ class Bare(PlainLoop):
 
     @torch.no_grad()
     def optimize(self) -> None:
-        with self.clock("copies"):
-            for master, parameters in zip(self.masters, self.parameters, strict=True):
-                torch._foreach_copy_(
-                    views_like(master.grad, parameters), [p.grad for p in parameters]
-                )
-        with self.clock("norm"):
-            torch.nn.utils.clip_grad_norm_(self.masters, self.recipe.optimizer.clip)
+        for master, parameter in zip(self.masters, self.parameters, strict=True):
+            master.grad = parameter.grad.float()
+            parameter.grad = None
+        torch.nn.utils.clip_grad_norm_(self.masters, self.recipe.optimizer.clip)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.recipe, self.done - 1)
-        with self.clock("update"):
-            self.optimizer.step()
-        with self.clock("rounding"):
-            for master, parameters in zip(self.masters, self.parameters, strict=True):
-                torch._foreach_copy_(parameters, views_like(master, parameters))
-        self.model.zero_grad(set_to_none=True)
-
-
-def _master_of(parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
-    """Return the fp32 copies of parameters in one flat tensor."""
-    return torch.cat([parameter.detach().float().flatten() for parameter in parameters])
+        self.optimizer.step()
+        torch._foreach_copy_(self.parameters, self.masters)
 
 
 def loss_of(outcome: Any) -> torch.Tensor:
@@ -273,107 +318,55 @@ def loss_of(outcome: Any) -> torch.Tensor:
     return outcome[0] if isinstance(outcome, tuple) else outcome
 
 
-def data_parallel(model: torch.nn.Module) -> Any:
-    """Have torch average the model's gradients over the ranks, after every backward pass."""
-    return (
-        DistributedDataParallel(model)
-        if torch.distributed.get_world_size() > 1
-        else model
-    )
-
-
 class Nano(PlainLoop):
     """A plain GPT-2 in the manner of nanoGPT: pure bf16 on a CPU, autocast on a GPU, fused AdamW."""
 
     def __init__(self, spec: Specification) -> None:
         super().__init__(spec)
-        if self.recipe.model.family != "gpt2":
-            raise ValueError("there is no plain loop for BERT here")
-        on_cpu = self.device.type == "cpu"
-        chosen = self.recipe.optimizer
-        stored = self.dtype if on_cpu else torch.float32
-        self.model = NanoGpt(self.recipe).to(self.device, stored)
-        groups = parameter_groups(self.model, chosen.weight_decay)
-        self.optimizer = torch.optim.AdamW(
-            groups, lr=chosen.lr, betas=chosen.betas, fused=True
-        )
-        mixed = not on_cpu and self.dtype != torch.float32
+        on_gpu = processes.device().own_memory
+        model = NanoGpt(self.recipe)
+        model.to(self.device, torch.float32 if on_gpu else self.dtype)
+        groups = parameter_groups(model, self.recipe.optimizer.weight_decay)
+        self.optimizer = self.adamw(groups)
+        mixed = on_gpu and self.dtype != torch.float32
         self.autocast = torch.autocast(self.device.type, self.dtype, enabled=mixed)
-        self.scaler = torch.amp.GradScaler(
-            enabled=mixed and self.dtype == torch.float16
-        )
+        scaled = mixed and self.dtype == torch.float16
+        self.scaler = torch.amp.GradScaler(enabled=scaled)
         if spec.compiled:
-            self.model.compile()
-        self.called = data_parallel(self.model)
+            model.compile()
+        self.called = model
 
     def forward(self, given: Any) -> torch.Tensor:
+        tokens, labels = (given[name].to(self.device) for name in ("tokens", "labels"))
         with self.autocast:
-            return self.called(
-                given["tokens"].to(self.device), given["labels"].to(self.device)
-            )
+            return self.called(tokens, labels)
 
     def optimize(self) -> None:
         self.scaler.unscale_(self.optimizer)
-        torch.nn.utils.clip_grad_norm_(
-            self.model.parameters(), self.recipe.optimizer.clip
-        )
+        clip = self.recipe.optimizer.clip
+        torch.nn.utils.clip_grad_norm_(self.called.parameters(), clip)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
 
 
 class MatrixRate(MeasuredSystem):
-    """The machine's matrix rate: for a large square product, and for the model's own products."""
+    """A large square product a step: the machine's matrix rate."""
 
     def __init__(self, spec: Specification) -> None:
         super().__init__(spec)
-        recipe = self.recipe
-        model = self.recipe.model
-        micro = self.plan.layout.micro
-        self.size = 256 if spec.tiny else SQUARE[self.device.type != "cpu"]
-        length = recipe.sequence_length
-        layers = layer_products(model, micro * length)
-        heads = head_products(
-            model, micro, length, model.vocab_size, 1, recipe.predictions
-        )
-        self.products = [
-            *((each, model.layers) for each in layers),
-            *((each, 1) for each in heads),
-        ]
+        size = 256 if spec.tiny else SQUARE[processes.device().own_memory]
+        self.factor = torch.randn(size, size, device=self.device).to(self.dtype)
 
-    def rates(self, repeats: int) -> dict[str, float]:
-        """Return operations per second of a square product, and of the model's with both gradients."""
-        left, right = (self._random(self.size, self.size) for _ in "ab")
-        square = 2 * self.size**3 / median_seconds(lambda: left @ right, repeats)
-        operations = seconds = 0.0
-        for product, times in self.products:
-            operations += 3 * times * product.operations
-            seconds += times * median_seconds(self._pass(product), repeats)
-        return {"square": square, "products": operations / seconds}
-
-    def _pass(self, product: Product) -> Callable[[], Any]:
-        m, n, k = (int(each) for each in product[:3])
-        stream, weight = (self._random(rows, k).requires_grad_() for rows in (m, n))
-        given = self._random(m, n)
-        return lambda: torch.autograd.grad(
-            F.linear(stream, weight), (stream, weight), given
-        )
-
-    def _random(self, rows: int, columns: int) -> torch.Tensor:
-        return torch.randn(rows, columns, device=self.device).to(self.dtype)
-
-
-def median_seconds(work: Callable[[], Any], repeats: int) -> float:
-    """Return the median seconds of the work, without those of a first time."""
-    return statistics.median(
-        timeit.repeat(work, timer=now, repeat=repeats + 1, number=1)[1:]
-    )
+    def step(self) -> Work:
+        torch.matmul(self.factor, self.factor)
+        return Work(0, 2 * len(self.factor) ** 3)
 
 
 SYSTEMS: dict[str, type[MeasuredSystem]] = {
+    "rate": MatrixRate,
     "ours": Ours,
     "transformers": Transformers,
     "bare": Bare,
     "nano": Nano,
-    "rate": MatrixRate,
 }

@@ -35,7 +35,6 @@ class Case:
         by_device: `cached` is the device's own figure, as of nvidia-smi, with CUDA's context.
         oom: it ran out of memory; None: not known.
         excluded: reasons against comparing a quantity.
-        assumed: its software is not stated.
     """
 
     document: str
@@ -49,7 +48,6 @@ class Case:
     by_device: bool = False
     oom: bool | None = None
     excluded: Mapping[str, str] = field(default_factory=dict)
-    assumed: bool = False
 
     @property
     def step(self) -> tuple[Workload, hardware.Node]:

@@ -133,19 +133,20 @@ def refit(cases: Sequence[Case]) -> None:
     terminal.say(f"fitting {len(RANGES)} constants {len(documents) + 1} times …")
     others = {name: _without(name, documents) for name in ("", *documents)}
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        fits = dict(
-            zip(others, map(_rounded, pool.map(fit, others.values())), strict=True)
-        )
+        found_by = map(_rounded, pool.map(fit, others.values()))
+        fits = dict(zip(others, found_by, strict=True))
     rows = {}
     for name, own in documents.items():
-        rows[name] = [_printed(quantity, own) for quantity in ERRED]
+        counts = [_printed(quantity, own) for quantity in ERRED]
+        if any(counts):
+            rows[name] = counts
     found = Fit(
         constants=fits[""],
         errors={},
         software=in_several(cases),
         waiting=constants.fitted().waiting,
-        fitted_on={name: counts for name, counts in rows.items() if any(counts)},
-        left_out={name: fits[name] for name, counts in rows.items() if any(counts)},
+        fitted_on=rows,
+        left_out={name: fits[name] for name in rows},
     )
     for quantity in ERRED:
         unseen: list[Ratio] = []
@@ -183,6 +184,19 @@ def _distance(ratio: Ratio) -> float:
     return math.hypot(math.log(ratio.predicted / ratio.published), ROUND)
 
 
+def distance(documents: Mapping[str, Sequence[Case]], trial: Constants) -> float:
+    """Return what is minimised: the mean distance of the rows, by document."""
+    total = 0.0
+    weights = 0.0
+    for cases in documents.values():
+        own = ratios("time", cases, trial)
+        if own:
+            weight = math.sqrt(len(own))
+            total += weight * (sum(map(_distance, own)) / len(own))
+            weights += weight
+    return total / (weights or 1.0)
+
+
 def fit(documents: Mapping[str, Sequence[Case]]) -> Constants:
     """Fit the constants to the times of all given documents.
 
@@ -190,25 +204,14 @@ def fit(documents: Mapping[str, Sequence[Case]]) -> Constants:
     """
     found = initial_constants()
 
-    def distance(trial: Constants) -> float:
-        each = [ratios("time", cases, trial) for cases in documents.values()]
-        means = [
-            (sum(map(_distance, own)) / len(own), math.sqrt(len(own)))
-            for own in each
-            if own
-        ]
-        return sum(mean * weight for mean, weight in means) / (
-            sum(weight for _, weight in means) or 1.0
-        )
-
     def changed(values: Mapping[str, float]) -> Constants:
-        clamped = {
-            name: min(RANGES[name][2], max(RANGES[name][1], value))
-            for name, value in values.items()
-        }
+        clamped = {}
+        for name, value in values.items():
+            _, least, most = RANGES[name]
+            clamped[name] = min(most, max(least, value))
         return found.model_copy(update=clamped)
 
-    best = distance(found)
+    best = distance(documents, found)
     factor = FIRST_STEP
     while factor > LAST_STEP:
         before = best
@@ -216,20 +219,18 @@ def fit(documents: Mapping[str, Sequence[Case]]) -> Constants:
         for name in RANGES:
             for step in (factor, 1 / factor):
                 trial = changed({name: getattr(found, name) * step})
-                now = distance(trial)
+                now = distance(documents, trial)
                 if now < best - LEAST_GAIN:
                     found = trial
                     best = now
                     break
         # once more in the direction that all these steps took together
         if best < before:
-            trial = changed(
-                {
-                    name: getattr(found, name) ** 2 / getattr(base, name)
-                    for name in RANGES
-                }
-            )
-            now = distance(trial)
+            further = {}
+            for name in RANGES:
+                further[name] = getattr(found, name) ** 2 / getattr(base, name)
+            trial = changed(further)
+            now = distance(documents, trial)
             if now < best:
                 found = trial
                 best = now

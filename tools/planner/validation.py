@@ -65,20 +65,17 @@ class PlannerValidation:
     def tables(self) -> dict[str, list[str]]:
         """The tables of each document, in the order of the rows."""
         found: dict[str, list[str]] = {}
-        for document, name in dict.fromkeys(
-            (case.document, case.table) for case in self.cases
-        ):
-            found.setdefault(document, []).append(name)
+        for case in self.cases:
+            own = found.setdefault(case.document, [])
+            if case.table not in own:
+                own.append(case.table)
         return found
 
     @property
     def excluded(self) -> list[tuple[Case, str]]:
         """Rows left out of the comparison, with the reason."""
-        return [
-            (case, next(iter(case.excluded.values())))
-            for case in self.cases
-            if case.excluded
-        ]
+        left = (case for case in self.cases if case.excluded)
+        return [(case, next(iter(case.excluded.values()))) for case in left]
 
     @property
     def unfitted(self) -> list[str]:
@@ -88,13 +85,11 @@ class PlannerValidation:
 
 def validate(cases: Sequence[Case]) -> PlannerValidation:
     """Predict the rows of every document with the constants fitted without it."""
-    found = {}
-    for name in QUANTITIES:
-        found[name] = [
-            ratio for case in cases for ratio in ratios(name, [case], unseeing(case))
-        ]
+    found: dict[str, list[Ratio]] = {name: [] for name in QUANTITIES}
     verdicts = []
     for case in cases:
+        for name in QUANTITIES:
+            found[name] += ratios(name, [case], unseeing(case))
         if case.oom is not None and case.compares("memory"):
             work, node = case.step
             needed = fullest_rank(work, node.gpu, unseeing(case)).least
@@ -119,18 +114,15 @@ def describe(
     lines = []
     for document, tables in found.tables.items():
         lines.append([shortened(document), *_cells(found.part(document))])
-        if len(tables) > 1:
-            lines += [
-                [f"- {name}", *_cells(found.part(document, name))] for name in tables
-            ]
+        for name in tables if len(tables) > 1 else ():
+            lines.append([f"- {name}", *_cells(found.part(document, name))])
     errors = {name: _errors(each) for name, each in found.ratios.items()}
     lines.append(["all rows", "", errors["memory"], errors["time"]])
     sections = [wrapped(ABOUT, width), table(lines, HEADINGS, width=width)]
     sections.append(table(_kinds(found), KINDS, width=width))
     if errors["allocated"]:
-        sections.append(
-            f"allocated memory, of rows that print it too: {errors['allocated']}"
-        )
+        both = "allocated memory, of rows that print it too"
+        sections.append(f"{both}: {errors['allocated']}")
     small = _errors([ratio for ratio in found.ratios["time"] if waits(ratio.case)])
     if small:
         told = fitted().waiting
@@ -138,19 +130,16 @@ def describe(
         where = f"of rows in which the GPU waits for the host ({WAITING:.0%} or more)"
         sections.append(wrapped(f"time, {where}: {small}; {seen}", width))
     sections += [*_verdicts(found.verdicts)]
-    excluded = [
-        wrapped(f"  {case.table}/{case.name}: {why}", width, hang=4)
-        for case, why in found.excluded
-    ]
-    if excluded:
-        sections.append("\n".join(["shown, and not compared:", *excluded]))
-    systems = _systems(found.cases)
-    if systems:
-        sections.append(wrapped(systems, width))
+    if found.excluded:
+        excluded = ["shown, and not compared:"]
+        for case, why in found.excluded:
+            said = f"  {case.table}/{case.name}: {why}"
+            excluded.append(wrapped(said, width, hang=4))
+        sections.append("\n".join(excluded))
+    sections.append(wrapped(_systems(found.cases), width))
     if found.unfitted:
-        sections.append(
-            wrapped(f"no constant was fitted on: {', '.join(found.unfitted)}", width)
-        )
+        unfitted = ", ".join(found.unfitted)
+        sections.append(wrapped(f"no constant was fitted on: {unfitted}", width))
     if verbose:
         sections += _verbose(found, width)
     return "\n\n".join(sections)
@@ -174,19 +163,10 @@ def _verbose(found: PlannerValidation, width: int | None) -> Iterator[str]:
 
 
 def _systems(cases: Sequence[Case]) -> str:
-    """Name the software as which rows are predicted, and how many rows do not state theirs."""
-    rows = Counter(
-        (case.work.software.name, case.assumed) for case in cases if case.work
-    )
-    names = []
-    for (name, assumed), number in sorted(rows.items()):
-        unstated = ", not stated: name it in the column software" * assumed
-        names.append(f"{name} ({number}{unstated})")
-    return (
-        f"rows are predicted as this software runs them: {', '.join(names)}"
-        if names
-        else ""
-    )
+    """Name the software as which rows are predicted."""
+    rows = Counter(case.work.software.name for case in cases if case.work)
+    names = (f"{name} ({number})" for name, number in sorted(rows.items()))
+    return f"rows are predicted as this software runs them: {', '.join(names)}"
 
 
 def shortened(name: str, most: int = 43) -> str:
@@ -237,14 +217,9 @@ def _rows(found: Sequence[Ratio], unit: float, width: int | None) -> str:
     for ratio in found:
         ours = ratio.predicted / unit
         theirs = ratio.published / unit
+        case = ratio.case
+        names = case.document, case.name, case.step[0].software.name
         numbers = f"{ours:.4g}", f"{theirs:.4g}", f"{ours / theirs:.2f}"
-        lines.append(
-            [
-                ratio.case.document,
-                ratio.case.name,
-                ratio.case.step[0].software.name,
-                *numbers,
-            ]
-        )
+        lines.append([*names, *numbers])
     headings = ["document", "row", "as run by", "predicted", "published", "ratio"]
     return table(lines, headings, "lllrrr", width)

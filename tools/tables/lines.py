@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
+
+import yaml
 
 from launch.reports.tables import PublishedTable, load
 from launch.tables.evidence import Evidence, difference
@@ -14,6 +17,7 @@ from recipes.schema import Published, Recipe
 from recipes.tables import Table
 from tools.tables.printed import Printed
 
+Checks = Iterator["LineCheck"]
 Status = Literal["agrees", "disagrees", "not checkable", "computed"]
 
 
@@ -48,53 +52,8 @@ class LineCheck:
 TIME = "published.time_per_iteration_s"
 SAMPLES = "published.samples_per_s"
 TFLOPS = "published.tflops"
-HEADINGS = {  # key of a recipe -> headings of the sources for it, in lower case
-    "hardware.gpus": ("gpus", "num_gpu", "model + data parallel gpus"),
-    "parallel.tp": ("tp", "rank", "model parallel gpus"),
-    "parallel.pp": ("pp",),
-    "parallel.dp": ("dp",),
-    "batch.micro": ("mic-bs", "batch size"),
-    "batch.accumulation": ("pp chunks",),
-    "batch.global": ("glob-bs",),
-    "model.layers": ("layers", "number of layers"),
-    "model.hidden": ("hidden size",),
-    "model.heads": ("attention heads",),
-    "activation_checkpointing": ("checkpoint_activations",),
-    "published.size_label": (
-        "size",
-        "parameter count",
-        "number of parameters (billions)",
-    ),
-    "published.parameters": ("model size",),
-    "published.parameters_per_rank": ("size/rank",),
-    TIME: ("time/iteration (ms)",),
-    SAMPLES: ("samples/sec",),
-    TFLOPS: ("tflops", "sustained teraflops per gpu"),
-    "published.cached_gb": ("cached",),
-    "published.date": ("notes",),
-    "published.weak_scaling_percent": ("weak scaling",),
-    "published.speedup": ("speedup over v100 (text)",),
-    "published.peak_percent": ("percentage of theoretical peak flops",),
-    "published.trained_tokens": ("trained tokens (ratio)",),
-    "published.downstream.mnli": ("mnli m/mm accuracy (dev set)",),
-    "published.downstream.qqp.accuracy": ("qqp accuracy (dev set)",),
-    "published.downstream.squad1": (
-        "squad 1.1 f1/em (dev set)",
-        "squad 1.1 dev set f1 / em",
-    ),
-    "published.downstream.squad2": (
-        "squad 2.0 f1/em (dev set)",
-        "squad 2.0 dev set f1 / em",
-    ),
-    "published.downstream.race": (
-        "race m/h accuracy (test set)",
-        "race m/h test set accuracy",
-    ),
-    "published.downstream.wikitext103.perplexity": ("wikitext103 perplexity",),
-    "published.previous.wikitext103.perplexity": ("sota perplexity",),
-    "published.downstream.lambada.accuracy": ("lambada accuracy",),
-    "published.previous.lambada.accuracy": ("sota accuracy",),
-}
+# key of a recipe -> headings of the sources for it
+HEADINGS = yaml.safe_load(Path(__file__).with_name("headings.yaml").read_text())
 KEYS = {heading: key for key, headings in HEADINGS.items() for heading in headings}
 THROUGHPUT = "throughput"  # an iteration's time in one document, samples/s in another
 # of a line that is two runs, the one with data parallelism
@@ -195,6 +154,7 @@ class CheckedRow(Line):
     """A line with a recipe."""
 
     recipe: Recipe
+    source: CheckedTable = field(repr=False, compare=False)
 
     @property
     def tp(self) -> int:
@@ -277,22 +237,15 @@ def checked_tables(tables: Sequence[Table]) -> list[CheckedTable]:
 def _checked(table: Table, loaded: PublishedTable) -> CheckedTable:
     rows: list[CheckedRow] = []
     others: list[Line] = []
+    source = CheckedTable(table, rows, others, loaded.evidence)
     for row in loaded.rows:
-        if row.recipe and row.published:
-            trained = (
-                row.recipe.steps,
-                row.recipe.batch.global_,
-                row.recipe.sequence_length,
-            )
-            rows.append(
-                CheckedRow(
-                    table, row.name, row.cells, row.published, trained, row.recipe
-                )
-            )
+        own = row.recipe
+        if own and row.published:
+            trained = own.steps, own.batch.global_, own.sequence_length
+            line = table, row.name, row.cells, row.published, trained
+            rows.append(CheckedRow(*line, own, source))
         elif row.no_recipe:
             other = loaded.evidence.others[row.name]
-            pretraining = other.pretraining.factors if other.pretraining else None
-            others.append(
-                Line(table, row.name, row.cells, other.published, pretraining)
-            )
-    return CheckedTable(table, rows, others, loaded.evidence)
+            long = other.pretraining.factors if other.pretraining else None
+            others.append(Line(table, row.name, row.cells, other.published, long))
+    return source

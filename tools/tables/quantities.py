@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from ds_configs.findings import ConfigError
 from launch.planning.memory_fit import memory_of_plan
 from launch.planning.resolved_plans import published_plan
 from launch.tables.evidence import OtherRun, Part
-from modeling import cost, counting
-from modeling.counting import RankCounts
+from modeling import cost
 from modeling.families import FAMILIES, model_shape
 from recipes.schema import Recipe
-from tools.tables.lines import (
-    SAMPLES,
-    TFLOPS,
-    TIME,
-    CheckedRow,
-    CheckedTable,
-    LineCheck,
-)
+from tools.tables import counting
+from tools.tables.counting import RankCounts
+from tools.tables.lines import SAMPLES, TFLOPS, TIME, CheckedRow, Checks, LineCheck
 from tools.tables.printed import Printed, agreement, recompute, size_unit
 
 SCALING = "published.weak_scaling_percent"
-BATCH = "batch.global", ("batch.micro", "batch.accumulation", "parallel.dp")
-PRODUCTS = {
-    "GPUs": ("hardware.gpus", ("parallel.tp", "parallel.pp", "parallel.dp")),
-    "global batch": BATCH,
-}
+GPUS = "hardware.gpus", "parallel.tp", "parallel.pp", "parallel.dp"
+BATCH = "batch.global", "batch.micro", "batch.accumulation", "parallel.dp"
 DEGREES = (1, 2, 4, 8, 16)  # tensor-parallel degrees whose count a wrong size may be
 PARTS: dict[Part, Callable[[RankCounts], int]] = {
     "each once": lambda counts: counts.once,
@@ -40,6 +31,8 @@ PARTS: dict[Part, Callable[[RankCounts], int]] = {
 }
 # TFLOPS in half precision where a document states none: as Jean Zay's has it
 PEAKS = {"V100": 125.0}
+IN_TIME = "the printed time"  # whose rounding may explain a difference
+IN_TFLOPS = "the printed TFLOPS"
 LEAST = 1.0  # % of the peak: the slowest row has 3 (64 stages, 4 micro-batches)
 MOST = 70.0  # the quickest one has 52
 # relative: a value this close to twice the computed one is called twice
@@ -49,42 +42,37 @@ NEAR_TWICE = 0.005
 # --- layout
 
 
-def layout(row: CheckedRow, _: CheckedTable) -> Iterator[LineCheck]:
+def layout(row: CheckedRow) -> Checks:
     """Check tp x pp x dp = GPUs, micro x accumulation x dp = global, and divisible layers and heads."""
-    for quantity, (whole, factors) in PRODUCTS.items():
-        yield _product(row, quantity, row.printed_value, whole, factors)
+    yield _product(row, "GPUs", row.printed_value, *GPUS)
+    yield _product(row, "global batch", row.printed_value, *BATCH)
     if row.published.printed:
         yield _product(row, "global batch of the run", row.value, *BATCH)
     model, (tp, pp) = row.recipe.model, row.recipe.parallel.model_parallel
-    for quantity, all_, by in (
+    for quantity, whole, by in (
         ("layers per stage", model.layers, pp),
         ("heads per rank", model.heads, tp),
     ):
-        yield row.compare(
-            quantity, f"{all_} over {by}", f"{all_ / by:g}", all_ % by == 0
-        )
+        share = f"{whole / by:g}"
+        yield row.compare(quantity, f"{whole} over {by}", share, whole % by == 0)
 
 
 def _product(
-    row: CheckedRow,
-    quantity: str,
-    value: Callable[[str], Any],
-    whole: str,
-    factors: Sequence[str],
+    row: CheckedRow, quantity: str, value: Callable[[str], Any], *keys: str
 ) -> LineCheck:
-    values = [
-        value(key) or (1 if key == "batch.accumulation" else None) for key in factors
-    ]
-    known = [each for each in values if each is not None]
-    printed = value(whole)
-    computed = f"{' x '.join(map(str, known))} = {math.prod(known)}"
+    """Check that the value of the first key is the product of the others."""
+    printed, *factors = map(value, keys)
+    if "batch.accumulation" in keys:
+        factors[1] = factors[1] or 1
+    known = [each for each in factors if each is not None]
+    product = math.prod(known)
+    computed = f"{' x '.join(map(str, known))} = {product}"
     if printed is None:
-        return row.not_checkable(
-            quantity, "the row has no such number", computed=computed
-        )
+        why = "the row has no such number"
+        return row.not_checkable(quantity, why, computed=computed)
     if len(known) < len(factors):
         return row.not_checkable(quantity, "the recipe leaves a factor open", printed)
-    return row.compare(quantity, printed, computed, math.prod(known) == printed)
+    return row.compare(quantity, printed, computed, product == printed)
 
 
 # --- sizes
@@ -105,29 +93,26 @@ def counts(recipe: Recipe) -> RankCounts:
 
 def arithmetic(recipe: Recipe) -> RankCounts:
     """Count the same parameters by the formulas of modeling/cost/."""
-    model, positions, (tp, pp) = (
-        recipe.model,
-        recipe.positions,
-        recipe.parallel.model_parallel,
-    )
+    model, (tp, pp) = recipe.model, recipe.parallel.model_parallel
+    positions = recipe.positions
     padded = model.embedding_rows(tp)
     layers = cost.stages_of(recipe, padded, pp)
 
-    def held(stage: int) -> int:
+    stages = []
+    for stage, own in enumerate(layers):
         ends = dict(first=stage == 0, last=stage == pp - 1)
-        return cost.parameters_per_rank(
-            model, positions, padded, tp, layers=layers[stage], **ends
+        held = cost.parameters_per_rank(
+            model, positions, padded, tp, layers=own, **ends
         )
-
-    stages = tuple((held(stage),) * tp for stage in range(pp))
-    return RankCounts(stages, cost.parameters(model, positions), layers)
+        stages.append((held,) * tp)
+    return RankCounts(tuple(stages), cost.parameters(model, positions), layers)
 
 
 def _can_be_built(row: CheckedRow) -> bool:
     return row.recipe.model.heads % row.tp == 0
 
 
-def sizes(row: CheckedRow, source: CheckedTable) -> Iterator[LineCheck]:
+def sizes(row: CheckedRow) -> Checks:
     """Check the modules against the formulas at every rank, then printed sizes against the modules."""
     if not _can_be_built(row):
         why = "no module of this layout can be built: tp does not divide the heads"
@@ -136,42 +121,39 @@ def sizes(row: CheckedRow, source: CheckedTable) -> Iterator[LineCheck]:
     counted = counts(row.recipe)
     published = row.published
     expected = arithmetic(row.recipe)
-    # Rank by rank; a disagreement is this project's mistake, never a source's.
-    pairs = enumerate(zip(counted.held, expected.held, strict=True))
-    wrong = [
-        f"stage {stage}: {got} for {want}"
-        for stage, (got, want) in pairs
-        if got != want
-    ]
-    found = "; ".join(wrong[:2]) or f"once {counted.once}, layers {set(counted.layers)}"
-    if counted == expected:
-        found = f"{counted.once} on {sum(map(len, counted.held))} ranks"
-    yield row.compare(
-        "modules against cost.py", expected.once, found, counted == expected
-    )
-    if published.parameters is not None:
-        yield _to_the_unit(row, "parameters", published.parameters, counted, 1)
-    if published.parameters_per_rank is not None:
-        yield _to_the_unit(
-            row, "parameters per rank", published.parameters_per_rank, counted, row.tp
-        )
+    same = counted == expected
+    found = f"{counted.once} on {sum(map(len, counted.held))} ranks"
+    if not same:
+        found = _first_differences(counted, expected)
+    yield row.compare("modules against cost.py", expected.once, found, same)
+    for quantity, printed, ranks in (
+        ("parameters", published.parameters, 1),
+        ("parameters per rank", published.parameters_per_rank, row.tp),
+    ):
+        if printed is not None:
+            yield _to_the_unit(row, quantity, printed, counted, ranks)
     if published.size_label is not None:
         yield _label(row, published.size_label, counted)
-    if (published.parameters, published.size_label) == (None, None):
-        yield row.not_checkable(
-            "parameters", "the row prints no model size", computed=counted.all_ranks
-        )
-    for document in source.evidence.sizes:
-        for part, printed in document.rows.get(row.name, {}).items():
+    elif published.parameters is None:
+        why = "the row prints no model size"
+        yield row.not_checkable("parameters", why, computed=counted.all_ranks)
+    for document in row.source.evidence.sizes:
+        for part, size in document.rows.get(row.name, {}).items():
             computed = PARTS[part](counted)
-            size = _size(str(printed))
-            how = agreement(size, computed)
-            yield row.compare(
-                f"parameters, {part}",
-                printed,
-                computed,
-                how and f"{how}: {document.source}",
-            )
+            how = agreement(_size(str(size)), computed)
+            how = how and f"{how}: {document.source}"
+            yield row.compare(f"parameters, {part}", size, computed, how)
+
+
+def _first_differences(counted: RankCounts, expected: RankCounts) -> str:
+    """Say which stages differ, rank by rank: this project's mistake, never a source's."""
+    wrong = []
+    pairs = zip(counted.held, expected.held, strict=True)
+    for stage, (got, want) in enumerate(pairs):
+        if got != want:
+            wrong.append(f"stage {stage}: {got} for {want}")
+    once = f"once {counted.once}, layers {set(counted.layers)}"
+    return "; ".join(wrong[:2]) or once
 
 
 def _to_the_unit(
@@ -186,11 +168,10 @@ def _to_the_unit(
         return row.compare(quantity, printed, computed, how=True)
     hint = ""
     share = f" / {ranks}" if ranks > 1 else ""
+    model = row.recipe.model
     for tp in reversed(DEGREES):
-        padded = row.recipe.model.embedding_rows(tp)
-        held = cost.parameters_per_rank(
-            row.recipe.model, row.recipe.positions, padded, tp
-        )
+        padded = model.embedding_rows(tp)
+        held = cost.parameters_per_rank(model, row.recipe.positions, padded, tp)
         if tp * held == printed * ranks:
             hint = f" (the printed one is the count at tp {tp}{share})"
     return row.compare(quantity, printed, f"{computed}{hint}", None)
@@ -203,17 +184,15 @@ def _label(row: CheckedRow, label: str, counted: RankCounts) -> LineCheck:
     plain = f"{counted.once / unit:.4g}{label[-1:]}"
     reason = row.unknown_reason("model")
     if reason:
-        return row.not_checkable(
-            "size label", f"the model stands in: {reason}", label, plain
-        )
+        why = f"the model stands in: {reason}"
+        return row.not_checkable("size label", why, label, plain)
     how = agreement(size, counted.once)
     if how in ("exact", "rounded"):
         return row.compare("size label", label, plain, how)
-    others = {
-        "in 2^30": counted.once / 2**30,
-        "of all ranks in 2^20 x 1000": counted.all_ranks / 2**20 / 1e3,
-    }
-    for name, value in others.items():
+    for name, value in (
+        ("in 2^30", counted.once / 2**30),
+        ("of all ranks in 2^20 x 1000", counted.all_ranks / 2**20 / 1e3),
+    ):
         if unit == 1e9 and agreement(size, value * unit) == "rounded":
             plain += f"; {value:.2f} {name}"
     return row.compare("size label", label, plain, None)
@@ -229,14 +208,13 @@ def _size(label: str) -> Printed:
 # --- speeds
 
 
-def missing_time(row: CheckedRow, _: CheckedTable) -> Iterator[LineCheck]:
+def missing_time(row: CheckedRow) -> Checks:
     """Report a missing time, and check that the time implied by samples/s is plausible."""
     published = row.published
-    rate = row.published.samples_per_s
+    rate = published.samples_per_s
     if published.oom:
-        yield row.not_checkable(
-            "time", "out of memory: no time, no samples/s, no TFLOPS", "OOM"
-        )
+        why = "out of memory: no time, no samples/s, no TFLOPS"
+        yield row.not_checkable("time", why, "OOM")
     elif published.time_per_iteration_s is None:
         why = "no time of an iteration is printed"
         implied = row.recipe.batch.global_ / rate if rate else None
@@ -263,58 +241,49 @@ def operations(row: CheckedRow) -> int:
     )
 
 
-def samples(row: CheckedRow, _: CheckedTable) -> Iterator[LineCheck]:
+def samples(row: CheckedRow) -> Checks:
     """Check samples/s: the batch over the printed time."""
     rate = row.printed_number(SAMPLES)
     seconds = row.printed_number(TIME)
     if rate and seconds:
-        computed, how = recompute(
-            rate, "the printed time", lambda s: row.batch / s, seconds
-        )
+        computed, how = recompute(rate, IN_TIME, lambda s: row.batch / s, seconds)
         division = f"{row.batch} / {seconds.value:g} s = {computed:.3f}"
         yield row.compare("samples/s", rate.text, division, how)
 
 
-def tflops(row: CheckedRow, _: CheckedTable) -> Iterator[LineCheck]:
+def tflops(row: CheckedRow) -> Checks:
     """Check TFLOPS by the row's definition: every product, or the formula with the label's size."""
     printed = row.printed_number(TFLOPS)
     seconds = row.printed_number(TIME)
     label = row.published.size_label
     if not (printed and seconds):
         return
+    gpus = row.gpus
     if row.published.tflops_by == "exact":
         work = operations(row)
-        gpus = row.gpus
         exact, how = recompute(
-            printed,
-            "the printed time",
-            lambda s: cost.exact_tflops(work, s, gpus),
-            seconds,
+            printed, IN_TIME, lambda s: cost.exact_tflops(work, s, gpus), seconds
         )
         yield row.compare("TFLOPS", printed.text, f"{exact:.4g}, every product", how)
         return
     if label is None:
-        yield row.not_checkable(
-            "TFLOPS", "the row prints no model size for the formula", printed.text
-        )
+        why = "the row prints no model size for the formula"
+        yield row.not_checkable("TFLOPS", why, printed.text)
         return
     size = _size(label).value
     computed, how = recompute(
-        printed, "the printed time", lambda s: formula(row, size, s), seconds
+        printed, IN_TIME, lambda s: formula(row, size, s), seconds
     )
+    said = f"{computed:.4g} with {label}"
     ratio = printed.value / computed
-    twice = abs(ratio / 2 - 1) < NEAR_TWICE
-    off = ""
-    if not how:
-        off = (
-            " (printed is twice that)"
-            if twice
-            else f" (printed is {100 * (ratio - 1):+.1f} %)"
-        )
-    yield row.compare("TFLOPS", printed.text, f"{computed:.4g} with {label}{off}", how)
+    if not how and abs(ratio / 2 - 1) < NEAR_TWICE:
+        said += " (printed is twice that)"
+    elif not how:
+        said += f" (printed is {100 * (ratio - 1):+.1f} %)"
+    yield row.compare("TFLOPS", printed.text, said, how)
 
 
-def operations_per_second(row: CheckedRow, _: CheckedTable) -> Iterator[LineCheck]:
+def operations_per_second(row: CheckedRow) -> Checks:
     """Report the printed time as TFLOPS, and check that their share of the peak is plausible."""
     seconds = row.published.time_per_iteration_s
     label = row.published.size_label
@@ -329,30 +298,24 @@ def operations_per_second(row: CheckedRow, _: CheckedTable) -> Iterator[LineChec
     share = batch / row.batch
     if row.published.tflops is None and label:
         by_label = formula(row, _size(label).value, seconds)
-        yield information(
-            "formula, label", by_label, f"none is printed; {label} as the size"
-        )
+        how = f"none is printed; {label} as the size"
+        yield information("formula, label", by_label, how)
         if "batch.global" in row.published.printed:
-            yield information(
-                "formula, batch of the run", share * by_label, f"global batch {batch}"
-            )
+            how = f"global batch {batch}"
+            yield information("formula, batch of the run", share * by_label, how)
     if row.unknown_reason("model") or not _can_be_built(row):
         return
     once = counts(row.recipe).once
     work = operations(row)
-    yield information(
-        "formula, all parameters",
-        share * formula(row, once, seconds),
-        f"{once} parameters",
-    )
+    by_all = share * formula(row, once, seconds)
+    yield information("formula, all parameters", by_all, f"{once} parameters")
     exact = cost.exact_tflops(work, seconds, gpus)
-    yield information(
-        "exact count", exact, f"{work:.4g} operations per iteration on {gpus} GPUs"
-    )
+    how = f"{work:.4g} operations per iteration on {gpus} GPUs"
+    yield information("exact count", exact, how)
     yield from _plausible(row, seconds)
 
 
-def _plausible(row: CheckedRow, seconds: float) -> Iterator[LineCheck]:
+def _plausible(row: CheckedRow, seconds: float) -> Checks:
     """Check a time's share of the GPU's peak within wide limits, to catch a wrong digit."""
     peak = _peak(row)
     if peak and row.gpus:
@@ -370,42 +333,39 @@ def _peak(row: CheckedRow) -> float | None:
     return row.value("hardware.peak_tflops") or next(known, None)
 
 
-def share_of_peak(row: CheckedRow, _: CheckedTable) -> Iterator[LineCheck]:
+def share_of_peak(row: CheckedRow) -> Checks:
     """Check the printed share of the peak: printed TFLOPS over the GPU's peak."""
     printed = row.printed_number("published.peak_percent")
     rate = row.printed_number(TFLOPS)
     peak = row.value("hardware.peak_tflops")
     if printed and (rate is None or peak is None):
-        yield row.not_checkable(
-            "share of peak", "needs TFLOPS and a peak", printed.text
-        )
+        why = "needs TFLOPS and a peak"
+        yield row.not_checkable("share of peak", why, printed.text)
     elif printed and rate:
-        computed, how = recompute(
-            printed, "the printed TFLOPS", lambda t: 100 * t / peak, rate
-        )
+        computed, how = recompute(printed, IN_TFLOPS, lambda t: 100 * t / peak, rate)
         division = f"{rate.text} / {peak:g} = {computed:.2f} %"
         yield row.compare("share of peak", printed.text, division, how)
 
 
-def speedup(row: CheckedRow, source: CheckedTable) -> Iterator[LineCheck]:
+def speedup(row: CheckedRow) -> Checks:
     """Check a printed speed-up over another row of the table: the ratio of the GPUs' peaks."""
     printed = row.printed_number("published.speedup")
-    others = [
-        other for other in source.rows if other.full_name == row.published.speedup_over
-    ]
-    if printed and others and (peak := _peak(row)) and (slower := _peak(others[0])):
-        how = agreement(printed, peak / slower)
-        division = f"{peak:g} / {slower:g} TFLOPS = {peak / slower:.3f}, of the peaks"
-        yield row.compare(f"speed over {others[0].name}", printed.text, division, how)
+    over = row.published.speedup_over
+    slower = next((each for each in row.source.rows if each.full_name == over), None)
+    own = _peak(row)
+    least = slower and _peak(slower)
+    if printed and slower and own and least:
+        how = agreement(printed, own / least)
+        division = f"{own:g} / {least:g} TFLOPS = {own / least:.3f}, of the peaks"
+        yield row.compare(f"speed over {slower.name}", printed.text, division, how)
     elif printed:
-        yield row.not_checkable(
-            "speed over another row", "needs that row of the table, and both peaks"
-        )
+        why = "needs that row of the table, and both peaks"
+        yield row.not_checkable("speed over another row", why)
 
 
-def speeds_of_other_runs(row: CheckedRow, source: CheckedTable) -> Iterator[LineCheck]:
+def speeds_of_other_runs(row: CheckedRow) -> Checks:
     """Check TFLOPS of the row's model in other documents."""
-    for document in source.evidence.speeds:
+    for document in row.source.evidence.speeds:
         for run in document.rows.get(row.name, ()):
             yield _other_run(row, run, document.source)
 
@@ -416,17 +376,15 @@ def _other_run(row: CheckedRow, run: OtherRun, source: str) -> LineCheck:
     time = f"{run.milliseconds:g}"
     seconds = Printed.read(time, 1e-3)
     assert printed and seconds, f"{row.full_name}: {run} of its evidence"
-    model = row.recipe.model
-    length = row.recipe.sequence_length
-    padded = model.embedding_rows(row.tp)
     work = cost.exact_flops_per_step(
-        model, length, run.batch, padded_vocab=padded, checkpointing=True
+        row.recipe.model,
+        row.recipe.sequence_length,
+        run.batch,
+        padded_vocab=row.recipe.model.embedding_rows(row.tp),
+        checkpointing=True,
     )
     exact, how = recompute(
-        printed,
-        "the printed time",
-        lambda s: cost.exact_tflops(work, s, run.gpus),
-        seconds,
+        printed, IN_TIME, lambda s: cost.exact_tflops(work, s, run.gpus), seconds
     )
     quantity = f"TFLOPS, batch {run.batch} in {time} ms on {run.gpus} GPUs"
     return row.compare(quantity, run.tflops, f"{exact:.4g}", how and f"{how}: {source}")
@@ -435,76 +393,63 @@ def _other_run(row: CheckedRow, run: OtherRun, source: str) -> LineCheck:
 # --- rows of a table to each other
 
 
-def scaling(row: CheckedRow, source: CheckedTable) -> Iterator[LineCheck]:
+def scaling(row: CheckedRow) -> Checks:
     """Check TFLOPS per GPU relative to the baseline's: the work per GPU is the same."""
     printed = row.printed_number(SCALING)
     rate = row.printed_number(TFLOPS)
-    base = next(
-        (each for each in source.rows if each.published.weak_scaling_percent == 100),
-        None,
-    )
-    of_base = base and base.printed_number(TFLOPS)
+    whole = [r for r in row.source.rows if r.published.weak_scaling_percent == 100]
+    of_base = whole[0].printed_number(TFLOPS) if whole else None
     if printed and not (rate and of_base):
         why = "needs the TFLOPS of the row and of a baseline"
         yield row.not_checkable("weak scaling", why, printed.text)
     elif printed and rate and of_base:
         computed, how = recompute(
-            printed, "the printed TFLOPS", lambda t, b: 100 * t / b, rate, of_base
+            printed, IN_TFLOPS, lambda t, b: 100 * t / b, rate, of_base
         )
-        ratio = f"{rate.text} / {of_base.text} = {computed:.1f} %"
-        said = f"{computed:g} %" if row.published.weak_scaling_percent == 100 else ratio
+        said = f"{rate.text} / {of_base.text} = {computed:.1f} %"
+        if row.published.weak_scaling_percent == 100:
+            said = f"{computed:g} %"
         yield row.compare("weak scaling", printed.text, said, how)
 
 
-def time_over_micro_batches(
-    row: CheckedRow, source: CheckedTable
-) -> Iterator[LineCheck]:
+def time_over_micro_batches(row: CheckedRow) -> Checks:
     """Report an iteration slower than that of a row with only a larger micro-batch."""
-    own = row.published.time_per_iteration_s
-    timed = [
-        (other.published.time_per_iteration_s, other)
-        for other in _with_larger_micro(row, source)
-    ]
-    quicker = [
-        (seconds, other)
-        for seconds, other in timed
-        if own and seconds and seconds < own
-    ]
-    if quicker:
-        seconds, other = max(quicker, key=lambda pair: pair[0])
-        least = f"at most {seconds:g} s, as {other.name} took for micro-batch {other.recipe.batch.micro}"
-        yield row.compare("time", row.text_of(TIME) or own, least, None)
+    own = row.published.time_per_iteration_s or 0.0
+    slowest = None
+    least = 0.0
+    for other in _with_larger_micro(row):
+        seconds = other.published.time_per_iteration_s
+        if seconds and least < seconds < own:
+            slowest = other
+            least = seconds
+    if slowest:
+        than = f"as {slowest.name} took for micro-batch {slowest.micro}"
+        printed = row.text_of(TIME) or own
+        yield row.compare("time", printed, f"at most {least:g} s, {than}", None)
 
 
-def _alike(row: CheckedRow, source: CheckedTable) -> list[CheckedRow]:
+def _alike(row: CheckedRow) -> list[CheckedRow]:
     """Return the other rows, different in at most the micro-batch."""
     same = configuration(row, but_micro=True)
-    others = (other for other in source.rows if other is not row)
+    others = (other for other in row.source.rows if other is not row)
     return [other for other in others if configuration(other, but_micro=True) == same]
 
 
-def _with_larger_micro(row: CheckedRow, source: CheckedTable) -> list[CheckedRow]:
-    return [other for other in _alike(row, source) if other.micro > row.micro]
+def _with_larger_micro(row: CheckedRow) -> list[CheckedRow]:
+    return [other for other in _alike(row) if other.micro > row.micro]
 
 
 def configuration(row: CheckedRow, but_micro: bool = False) -> tuple[Any, ...]:
     """Return everything that a speed depends on, perhaps without the micro-batch."""
     recipe = row.recipe
-    batch = row.recipe.batch
-    shared = (
-        (batch.accumulation,)
-        if but_micro
-        else (batch.micro, batch.accumulation, batch.global_)
-    )
-    work = (
+    batch = recipe.batch
+    return (
         recipe.model,
         recipe.sequence_length,
         recipe.parallel,
-        shared,
+        batch.accumulation,
+        () if but_micro else (batch.micro, batch.global_),
         recipe.activation_checkpointing,
-    )
-    return (
-        *work,
         recipe.ds_config,
         row.value("hardware.name"),
         row.gpus,
@@ -515,29 +460,45 @@ def configuration(row: CheckedRow, but_micro: bool = False) -> tuple[Any, ...]:
 # --- memory
 
 
-def memory(row: CheckedRow, source: CheckedTable) -> Iterator[LineCheck]:
+def memory(row: CheckedRow) -> Checks:
     """Check model states against the GPU's memory and an OOM, and cached memory between the two."""
     capacity = row.value("hardware.gpu_memory_gb")
-    quantity = "out of memory" if row.published.oom else "model states"
-    ran = "OOM" if row.published.oom else f"ran on {capacity or 0:g} GB"
+    published = row.published
+    quantity = "out of memory" if published.oom else "model states"
+    ran = "OOM" if published.oom else f"ran on {capacity or 0:g} GB"
     try:
         states = states_gb(row)
     except ConfigError as error:
-        yield row.not_checkable(
-            quantity, f"its layout cannot be run here: {error}", ran
-        )
+        why = f"its layout cannot be run here: {error}"
+        yield row.not_checkable(quantity, why, ran)
         return
-    if row.published.oom:
-        yield _out_of_memory(row, source, states, capacity)
+    held = f"{states:.1f} GB"
+    if published.oom:
+        yield _out_of_memory(row, states, capacity)
     elif capacity is None:
-        yield row.not_checkable(
-            quantity, "no memory of its GPUs is known", computed=f"{states:.1f} GB"
-        )
+        why = "no memory of its GPUs is known"
+        yield row.not_checkable(quantity, why, computed=held)
     else:
         how = "they fit" if states <= capacity else None
-        yield row.compare(quantity, ran, f"{states:.1f} GB", how)
-    if row.published.cached_gb is not None:
-        yield from _cached(row, source, row.published.cached_gb, states, capacity)
+        yield row.compare(quantity, ran, held, how)
+    cached = published.cached_gb
+    if cached is None:
+        return
+    limits = f"{held} of model states"
+    if capacity:
+        limits += f" to {capacity:g} GB"
+    between = states <= cached <= (capacity or cached)
+    how = "between them: bounds, no value" if between else None
+    printed = row.text_of("published.cached_gb") or cached
+    yield row.compare("cached", printed, limits, how)
+    larger = [r for r in _with_larger_micro(row) if r.published.cached_gb]
+    if larger:
+        other = min(larger, key=lambda r: r.published.cached_gb or 0.0)
+        least = other.published.cached_gb or 0.0
+        than = f"as {other.name} had for micro-batch {other.micro}"
+        how = "no more than a larger batch" if cached <= least else None
+        computed = f"at most {least:g} GB, {than}"
+        yield row.compare("cached, over micro-batches", f"{cached:g}", computed, how)
 
 
 def states_gb(row: CheckedRow) -> float:
@@ -545,53 +506,14 @@ def states_gb(row: CheckedRow) -> float:
     return memory_of_plan(published_plan(row.recipe)).states / 1e9
 
 
-def _out_of_memory(
-    row: CheckedRow, source: CheckedTable, states: float, capacity: float | None
-) -> LineCheck:
+def _out_of_memory(row: CheckedRow, states: float, capacity: float | None) -> LineCheck:
     """Check an OOM: a larger batch that ran contradicts it, larger model states confirm it."""
-    ran = [
-        r for r in _alike(row, source) if not r.published.oom and r.micro >= row.micro
-    ]
-    if ran:
-        return row.compare(
-            "out of memory",
-            "OOM",
-            f"micro-batch {ran[0].micro} of the same model ran",
-            None,
-        )
+    for other in _alike(row):
+        if not other.published.oom and other.micro >= row.micro:
+            ran = f"micro-batch {other.micro} of the same model ran"
+            return row.compare("out of memory", "OOM", ran, None)
     if capacity and states > capacity:
         computed = f"{states:.1f} GB of model states on {capacity:g} GB"
         return row.compare("out of memory", "OOM", computed, "they do not fit")
     why = "the model states fit: activations decide, which nothing printed gives"
     return row.not_checkable("out of memory", why, "OOM")
-
-
-def _cached(
-    row: CheckedRow,
-    source: CheckedTable,
-    cached: float,
-    states: float,
-    capacity: float | None,
-) -> Iterator[LineCheck]:
-    """Check that cached memory lies between model states and the GPU's memory, and below a larger batch's."""
-    limits = f"{states:.1f} GB of model states" + (
-        f" to {capacity:g} GB" if capacity else ""
-    )
-    how = (
-        "between them: bounds, no value"
-        if states <= cached <= (capacity or cached)
-        else None
-    )
-    yield row.compare(
-        "cached", row.text_of("published.cached_gb") or cached, limits, how
-    )
-    larger = [
-        (r.published.cached_gb, r)
-        for r in _with_larger_micro(row, source)
-        if r.published.cached_gb
-    ]
-    if larger:
-        least, other = min(larger, key=lambda pair: pair[0])
-        computed = f"at most {least:g} GB, as {other.name} had for micro-batch {other.recipe.batch.micro}"
-        how = "no more than a larger batch" if cached <= least else None
-        yield row.compare("cached, over micro-batches", f"{cached:g}", computed, how)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from modeling import cost
 from recipes.schema import Downstream
 from tools.tables import transcription
-from tools.tables.lines import CheckedRow, CheckedTable, Line, LineCheck, value_of
+from tools.tables.lines import CheckedRow, CheckedTable, Checks, Line, value_of
 from tools.tables.printed import Printed, agreement, recompute
 
 # Questions of RACE's test set, middle and high schools (Lai et al. 2017, arXiv 1704.04683, table 3).
@@ -26,9 +26,7 @@ PARTS = {
 SCORES = [f"{task}.{part}" for task, parts in PARTS.items() for part in parts]
 
 
-def checks(
-    source: CheckedTable, singles: Mapping[str, Downstream]
-) -> Iterator[LineCheck]:
+def checks(source: CheckedTable, singles: Mapping[str, Downstream]) -> Checks:
     """Check all scores of a table, including lines of other models.
 
     `singles`: scores of the models, one by one, that the table's ensembles are of.
@@ -50,7 +48,7 @@ def _parameters(row: CheckedRow) -> int:
     return cost.parameters(row.recipe.model, row.recipe.positions)
 
 
-def _trained_tokens(line: Line, own: Sequence[Line]) -> Iterator[LineCheck]:
+def _trained_tokens(line: Line, own: Sequence[Line]) -> Checks:
     """Check the tokens of the pretraining relative to those of the table's smallest model."""
     ratio = line.published.trained_tokens
     if ratio is None:
@@ -73,7 +71,7 @@ def _trained_tokens(line: Line, own: Sequence[Line]) -> Iterator[LineCheck]:
     )
 
 
-def _race(line: Line) -> Iterator[LineCheck]:
+def _race(line: Line) -> Checks:
     """Check that the accuracy is the mean of its parts by their questions."""
     race = line.value("published.downstream.race")
     if race and race.middle is not None and race.high is not None:
@@ -91,7 +89,7 @@ def _race(line: Line) -> Iterator[LineCheck]:
         yield line.compare("RACE, of middle and high", whole.text, said, how)
 
 
-def _squad(line: Line) -> Iterator[LineCheck]:
+def _squad(line: Line) -> Checks:
     """Check that exact matches are no more than F1: such an answer has all its words."""
     for name, task in (("SQuAD 1.1", "squad1"), ("SQuAD 2.0", "squad2")):
         scores = line.value(f"published.downstream.{task}")
@@ -102,7 +100,7 @@ def _squad(line: Line) -> Iterator[LineCheck]:
             )
 
 
-def _ensemble(line: Line, singles: Mapping[str, Downstream]) -> Iterator[LineCheck]:
+def _ensemble(line: Line, singles: Mapping[str, Downstream]) -> Checks:
     """Check that models together do no worse than one of them."""
     for name in SCORES if line.published.ensemble else ():
         joined = _score(line, name)
@@ -114,7 +112,7 @@ def _ensemble(line: Line, singles: Mapping[str, Downstream]) -> Iterator[LineChe
             )
 
 
-def _monotonic(lines: Sequence[Line]) -> Iterator[LineCheck]:
+def _monotonic(lines: Sequence[Line]) -> Checks:
     """Check that scores improve with size "in all cases", as the A100 blog says."""
     for smaller, larger in pairwise(lines):
         for name in SCORES:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +15,7 @@ from tools.tables.lines import (
     TIME,
     Cell,
     CheckedRow,
-    CheckedTable,
+    Checks,
     Line,
     LineCheck,
     related,
@@ -52,7 +51,7 @@ NEVER_CHECKED = {
 SCORES = ("published.downstream.", "published.previous.")
 
 
-def entries(row: CheckedRow, _: CheckedTable) -> Iterator[LineCheck]:
+def entries(row: CheckedRow) -> Checks:
     """Check cells, published numbers, declarations, and keys in need of a source."""
     for check in (
         *_cells(row),
@@ -63,14 +62,14 @@ def entries(row: CheckedRow, _: CheckedTable) -> Iterator[LineCheck]:
         yield replace(check, transcribed=True)
 
 
-def other_model(line: Line) -> Iterator[LineCheck]:
+def other_model(line: Line) -> Checks:
     """Check the cells of a line without a recipe against its own numbers."""
     for check in _cells(line):
         if check.status != "not checkable":  # nothing else is checked of it
             yield replace(check, transcribed=True)
 
 
-def _cells(line: Line) -> Iterator[LineCheck]:
+def _cells(line: Line) -> Checks:
     count = len((line.published.row or "").split("|"))
     columns = len(line.table.columns)
     yield line.compare("cells", columns, count, count == columns)
@@ -120,7 +119,7 @@ def _close(one: float, other: float) -> bool:
     return abs(one - other) <= 1e-9 * abs(one)
 
 
-def _published_numbers(row: CheckedRow) -> Iterator[LineCheck]:
+def _published_numbers(row: CheckedRow) -> Checks:
     """Check that every number under `published`, and an OOM, stands in a cell."""
     if row.published.oom:
         found = "OOM" in (cell.text for cell in row.cells)
@@ -134,7 +133,7 @@ def _published_numbers(row: CheckedRow) -> Iterator[LineCheck]:
             yield row.compare(key, row.published.row or "", value, str(value) in words)
 
 
-def _declarations(row: CheckedRow) -> Iterator[LineCheck]:
+def _declarations(row: CheckedRow) -> Checks:
     """Check that `published.printed` names differences, and `inferred` nothing printed."""
     for key, value in row.published.printed.items():
         cell = row.cell_of(key)
@@ -150,7 +149,7 @@ def _declarations(row: CheckedRow) -> Iterator[LineCheck]:
             yield row.compare(f"inferred {key}", text, "declared as not printed", None)
 
 
-def _sources(row: CheckedRow) -> Iterator[LineCheck]:
+def _sources(row: CheckedRow) -> Checks:
     for key in (key for key in NEEDS_SOURCE if not row.text_of(key)):
         said = any(
             related(key, name) for name in (*row.recipe.inferred, *row.recipe.unknown)
@@ -161,10 +160,10 @@ def _sources(row: CheckedRow) -> Iterator[LineCheck]:
         yield row.compare(f"source of {key}", "no cell", computed, how)
 
 
-def settings(row: CheckedRow, source: CheckedTable) -> Iterator[LineCheck]:
+def settings(row: CheckedRow) -> Checks:
     """Check each value in a text or script, and report printed numbers without any other check."""
     said = set()
-    for statement in source.evidence.statements(row.name):
+    for statement in row.source.evidence.statements(row.name):
         said.add(statement.key)
         yield replace(_setting(row, statement), stated=True)
     for cell in row.cells:

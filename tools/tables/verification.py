@@ -13,13 +13,18 @@ from recipes.problems import Problem, ProblemsError, did_you_mean
 from recipes.schema import Downstream
 from recipes.tables import FOLDER, Table
 from tools.tables import quantities, score_relations, transcription
-from tools.tables.lines import CheckedRow, CheckedTable, LineCheck, checked_tables
+from tools.tables.lines import (
+    CheckedRow,
+    CheckedTable,
+    Checks,
+    LineCheck,
+    checked_tables,
+)
 
 Lines = tuple[str, ...]
-Progress = Callable[[Sequence[CheckedRow]], Iterator[CheckedRow]]
-ExplainedErrata = tuple[tuple[Erratum, tuple[LineCheck, ...]], ...]
+ExplainedErrata = tuple[tuple[Erratum, Sequence[LineCheck]], ...]
 # Everything that is checked of a row, in the order of the report.
-QUANTITIES: tuple[Callable[[CheckedRow, CheckedTable], Iterator[LineCheck]], ...] = (
+QUANTITIES: tuple[Callable[[CheckedRow], Checks], ...] = (
     transcription.entries,
     quantities.layout,
     quantities.sizes,
@@ -75,10 +80,8 @@ class VerificationReport:
         return not (self.unexplained or self.stale)
 
 
-def verify(
-    only: Sequence[str] = (), *, folder: Path = FOLDER, progress: Progress = iter
-) -> VerificationReport:
-    """Check the published tables of `folder`, or those in `only`; `progress` wraps the rows.
+def verify(only: Sequence[str] = (), folder: Path = FOLDER) -> VerificationReport:
+    """Check the published tables of `folder`, or those in `only`.
 
     Raises ProblemsError: an unknown name in `only`, a file that cannot be read; all broken recipes at once.
     """
@@ -89,20 +92,17 @@ def verify(
     for name in only:
         if name not in published:
             fix = did_you_mean(name, published)
-            problems.append(
-                Problem("--table", f"--table {name}", "no such published table", fix)
-            )
+            problems.append(Problem("TABLE", name, "no such published table", fix))
     if problems:
         raise ProblemsError(problems)
     sources = checked_tables(
         [table for name, table in published.items() if not only or name in only]
     )
-    source_of = {source.table.name: source for source in sources}
     rows = [row for source in sources for row in source.rows]
     checks: list[LineCheck] = []
-    for row in progress(rows):
+    for row in rows:
         for quantity in QUANTITIES:
-            checks += quantity(row, source_of[row.table.name])
+            checks += quantity(row)
     for source in sources:
         checks += score_relations.checks(source, _singles(published, source))
     errata, stale = _explain(checks, sources)
@@ -139,13 +139,15 @@ def _repeated(rows: Sequence[CheckedRow]) -> Iterator[str]:
     same = quantities.configuration
     timed = [row for row in rows if row.published.time_per_iteration_s]
     for _, group in groupby(sorted(timed, key=lambda row: repr(same(row))), key=same):
-        names, times = zip(
-            *((row.full_name, row.published.time_per_iteration_s) for row in group),
-            strict=True,
-        )
+        names = []
+        times = []
+        for row in group:
+            names.append(row.full_name)
+            times.append(row.published.time_per_iteration_s or 0.0)
         if len(times) > 1:
             apart = f"{100 * (max(times) / min(times) - 1):.0f} % apart, for one configuration"
-            yield f"{' / '.join(f'{time:g}' for time in times)} s, {apart}: {', '.join(names)}"
+            shown = " / ".join(f"{time:g}" for time in times)
+            yield f"{shown} s, {apart}: {', '.join(names)}"
 
 
 def _explain(
@@ -163,12 +165,10 @@ def _explain(
         for row in source.rows:
             for known in source.evidence.errata_of(row.name):
                 check = wrong.get((row.full_name, known.difference))
+                erratum = known.erratum
                 if check:
-                    explained.setdefault(known.erratum.text, (known.erratum, []))[
-                        1
-                    ].append(check)
+                    _, found = explained.setdefault(erratum.text, (erratum, []))
+                    found.append(check)
                 else:
                     stale.append(f"{row.full_name} {known.difference}")
-    return tuple(
-        (erratum, tuple(found)) for erratum, found in explained.values()
-    ), tuple(stale)
+    return tuple(explained.values()), tuple(stale)

@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from random_batch import random_batch
 
 from launch.training.engine import validate
 from recipes.families import GPT2
-from tools.benchmarks.random_batch import random_batch
 
 
 def test_a_validation_drops_nothing_and_leaves_the_engine_training():

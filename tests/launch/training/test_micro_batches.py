@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from random_batch import random_batch
 
 from data.loader import rank_rows
 from ds_configs.plan import HOST, Machine
@@ -13,7 +14,6 @@ from ds_configs.resolver import resolve
 from launch.training import micro_batches
 from recipes import catalog
 from recipes.families import FAMILIES
-from tools.benchmarks.random_batch import random_batch
 
 SIZES = dict(samples=3, length=24, predictions=4, vocabulary=90)
 MACHINE = Machine(HOST, fp16=False, bf16=True, compiler=True, libaio=False)

@@ -49,14 +49,9 @@ class RankCounts:
     layers: tuple[int, ...]
 
     @property
-    def stages(self) -> tuple[int, ...]:
-        """Parameters of each stage, summed over its tensor ranks: Megatron-LM's printed size at one stage."""
-        return tuple(sum(ranks) for ranks in self.held)
-
-    @property
     def all_ranks(self) -> int:
-        """Parameters of all ranks; the last stage's copy of the tied embedding counts again."""
-        return sum(self.stages)
+        """Parameters of all ranks, as Megatron-LM prints; the last stage's tied embedding counts again."""
+        return sum(map(sum, self.held))
 
 
 @cache
@@ -75,27 +70,22 @@ def count(
         with tensor_rank(rank, tp) as group:
             init = Init(seed=0, std=1.0, layers=shape.layers, meta=True)
             definitions = layer_list(shape, group=group, init=init)
-            stages = [
-                definitions[a:b] for a, b in pairwise(stage_bounds(definitions, layers))
-            ]
-            ranks.append([_count_stage(stage, once) for stage in stages])
+            bounds = pairwise(stage_bounds(definitions, layers))
+            ranks.append([_count_stage(definitions[a:b], once) for a, b in bounds])
     return RankCounts(tuple(zip(*ranks, strict=True)), sum(once.values()), layers)
 
 
 def _count_stage(stage: Sequence[LayerDefinition], once: dict[str, int]) -> int:
     """Count the parameters of a stage on one rank; write each one's full size into `once`."""
     held = 0
-    for layer, module in build(stage).items():
+    for module in build(stage).values():
         for p in module.parameters():
-            assert p.is_meta, (
-                f"{layer}: a parameter has memory: it was not made by Init"
-            )
-            held += p.numel()
             name = canonical_name(p)
+            assert p.is_meta, f"{name} has memory: it was not made by Init"
+            held += p.numel()
             size = prod(full_shape(p))
-            assert once.setdefault(name, size) == size, (
-                f"{name} has another size on another rank"
-            )
+            same = once.setdefault(name, size) == size
+            assert same, f"{name} has another size on another rank"
     return held
 
 
@@ -110,8 +100,7 @@ def tensor_rank(rank: int, size: int) -> Iterator[Group]:
         yield None
         return
     if dist.is_initialized():
-        came = "the ranks of a layout cannot be counted inside a process group"
-        raise RuntimeError(f"{came}: count before it is started")
+        raise RuntimeError("count ranks before this process joins a process group")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         yield dist.group.WORLD
@@ -122,12 +111,11 @@ def tensor_rank(rank: int, size: int) -> Iterator[Group]:
 @cache
 def count_transformers(model: Model, positions: int) -> RankCounts:
     """Count the GPT-2 of `transformers` on one rank (only ZeRO shards it), built on the meta device."""
+    config = gpt2.config(model, positions=positions)
     with torch.device("meta"):
-        built = gpt2.CONVERSION.model_class(model)(
-            gpt2.config(model, positions=positions)
-        )
+        built = gpt2.CONVERSION.model_class(model)(config)
     parameters = sum(p.numel() for p in built.parameters())
-    return RankCounts(((parameters,),), parameters, (len(built.transformer.h),))
+    return RankCounts(((parameters,),), parameters, (model.layers,))
 
 
 def full_shape(parameter: nn.Parameter) -> list[int]:

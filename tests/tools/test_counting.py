@@ -12,10 +12,11 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from modeling import bert, counting, gpt2
+from modeling import bert, gpt2
 from modeling.cost.operation_count import balanced_stages
-from modeling.counting import full_shape
 from modeling.initialization import Init, canonical_name
+from tools.tables import counting
+from tools.tables.counting import full_shape
 
 SIZES = dict(layers=5, hidden=32, heads=4, vocab=70, padded_vocab=256, positions=16)
 MODELS = [

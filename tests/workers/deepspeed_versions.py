@@ -1,6 +1,6 @@
 """Train layouts under every release of DeepSpeed that we have seen, and compare each with the pinned one.
 
-python tools/deepspeed_versions.py --out versions
+python tests/workers/deepspeed_versions.py --out versions
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-# run from a checkout: tools are not installed
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from launch.console import arguments, ends, terminal
 from launch.console.text_table import table
@@ -32,12 +31,12 @@ one-process run among them, agrees with the same layout of the pinned release,
 by the rule of compare_layouts.py. Ops are compiled once for each release."""
 EXAMPLES = """\
 examples:
-  python tools/deepspeed_versions.py --out versions
+  python tests/workers/deepspeed_versions.py --out versions
       every release, about two minutes of computing for each
-  python tools/deepspeed_versions.py --out versions --recipe bert/sotu \\
+  python tests/workers/deepspeed_versions.py --out versions --recipe bert/sotu \\
       --releases 0.19.7 0.19.8
       another recipe; what is installed or trained there already is kept
-  python tools/deepspeed_versions.py --out versions --set precision=bf16
+  python tests/workers/deepspeed_versions.py --out versions --set precision=bf16
       another precision
 exit codes: 0 all agree, 1 some do not or failed, 2 refused."""
 # ZeRO 0 to 3 with and without offload, tensor and pipeline parallelism, on at most two processes
@@ -53,14 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--out", metavar="DIR", required=True, help="of installations and runs")
     every = "default: all that were seen to agree"
-    add(
-        "--releases",
-        nargs="+",
-        choices=SEEN,
-        default=SEEN,
-        metavar="RELEASE",
-        help=every,
-    )
+    add("--releases", nargs="+", choices=SEEN, default=SEEN, metavar="RELEASE", help=every)
     recipe = "trained with --tiny (default: %(default)s)"
     add("--recipe", default=catalog.DEFAULT_RECIPE, metavar="TABLE/ROW", help=recipe)
     setting = "override one field of the recipe; repeatable"
@@ -94,12 +86,15 @@ def outcomes(args: argparse.Namespace, release: str, out: Path) -> list[RunOutco
     if not runs.exists():
         runs.parent.mkdir(parents=True, exist_ok=True)
         train(args, release, out, runs)
-    cases = [REFERENCE, *(case for case in CASES if case.name in args.only)]
-    if (
-        recipe_of(args).precision != "fp32"
-    ):  # of the products, which decides as that of weights
-        cases = [replace(case, states="bf16") for case in cases]
-    return [read_outcome(case, runs / case.folder, log_of(runs)) for case in cases]
+    found = []
+    for case in (REFERENCE, *CASES):
+        if case is REFERENCE or case.name in args.only:
+            # of the products, which decides as that of weights
+            if recipe_of(args).precision != "fp32":
+                case = replace(case, states="bf16")
+            log = Path(f"{runs}.txt")
+            found.append(read_outcome(case, runs / case.folder, log))
+    return found
 
 
 def recipe_of(args: argparse.Namespace) -> Recipe:
@@ -115,9 +110,7 @@ def install(release: str, out: Path) -> Path:
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
         where = ["--no-build-isolation", "--target", str(folder)]
         environment = {**os.environ, "DS_BUILD_OPS": "0"}
-        subprocess.run(
-            [*pip, *where, f"deepspeed=={release}"], env=environment, check=True
-        )
+        subprocess.run([*pip, *where, f"deepspeed=={release}"], env=environment, check=True)
     return folder
 
 
@@ -129,20 +122,14 @@ def train(args: argparse.Namespace, release: str, out: Path, runs: Path) -> None
         environment["PYTHONPATH"] = os.pathsep.join(folders)
     terminal.say(f"training under DeepSpeed {release}")
     script = str(ROOT / "launch" / "compare_layouts.py")
-    what = ["--tiny", "--recipe", args.recipe, "--steps", str(args.steps)]
-    what += [f"--set={setting}" for setting in args.set]
-    command = [sys.executable, script, *what, "--only", *args.only, "--out", str(runs)]
-    with log_of(runs).open("w") as log:
-        subprocess.run(command, env=environment, stdout=log, stderr=log, check=False)
+    command = [sys.executable, script, "--tiny", "--recipe", args.recipe]
+    command += ["--steps", str(args.steps), "--out", str(runs)]
+    command += [f"--set={setting}" for setting in args.set]
+    with Path(f"{runs}.txt").open("w") as log:
+        subprocess.run([*command, "--only", *args.only], env=environment, stdout=log, stderr=log)
 
 
-def log_of(runs: Path) -> Path:
-    return runs.with_name(f"{runs.name}.txt")
-
-
-def row_of(
-    release: str, pinned: Sequence[RunOutcome], found: Sequence[RunOutcome]
-) -> tuple[str, ...]:
+def row_of(release: str, pinned: Sequence[RunOutcome], found: Sequence[RunOutcome]) -> tuple[str, ...]:
     """Return the release's row: layouts that agree, the largest differences, the verdict."""
     pairs = zip(pinned, found, strict=True)
     differences = [compare(before, after) for before, after in pairs]

@@ -12,20 +12,12 @@ from recipes.families import MicroBatchFields
 
 
 def random_batch(
-    fields: MicroBatchFields,
-    samples: int,
-    length: int,
-    predictions: int,
-    vocabulary: int,
+    fields: MicroBatchFields, samples: int, length: int, predictions: int, vocabulary: int
 ) -> MicroBatch:
     """Make a random micro-batch; each sample predicts `predictions` tokens, the last is padded."""
     sizes = {"B": samples, "S": length, "P": predictions}
     shortest = length - length // 4
-    below = {
-        "token_types": TOKEN_TYPES,
-        "positions": shortest,
-        "sentence_labels": SENTENCE_CLASSES,
-    }
+    below = {"token_types": TOKEN_TYPES, "positions": shortest, "sentence_labels": SENTENCE_CLASSES}
     values = {}
     for name, dimensions in fields.sizes.items():
         size = [sizes[dimension] for dimension in dimensions]

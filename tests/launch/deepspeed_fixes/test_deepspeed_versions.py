@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from launching import ROOT, run
+from launching import WORKERS, run
 
 RELEASE = "0.18.9"  # the oldest
 
@@ -18,7 +18,7 @@ def test_an_older_release_trains_as_the_pinned_one(tmp_path):
     if found.returncode:
         pytest.skip(f"no package index gives {wanted}: {found.stderr.strip().splitlines()[-1]}")
     out = tmp_path / "versions"
-    command = [sys.executable, str(ROOT / "tools" / "deepspeed_versions.py"), "--out", str(out)]
+    command = [sys.executable, str(WORKERS / "deepspeed_versions.py"), "--out", str(out)]
     layouts = ["--only", "dp2 zero1", "dp2 zero2", "--steps", "4", "--set", "precision=bf16"]
     done = run([*command, "--releases", RELEASE, *layouts], timeout=900)
     assert done.returncode == 0, done.stdout
