@@ -52,7 +52,6 @@ INSIDES = {
         "a subclass emulates fp16", ("CPU_Accelerator",)
     ),
     "git_version_info": Inside("compiled ops", ("accelerator_name", "installed_ops")),
-    "launcher": Inside("hostfiles", ("runner",)),
     "ops.adam": Inside(
         "where moments lie; the bias correction", ("DeepSpeedCPUAdam", "FusedAdam")
     ),

@@ -95,7 +95,7 @@ def test_ranks_of_a_plan_meet_and_compare_what_they_see(tmp_path):
     done = run_ranks(2, *TINY, "--plan", "--out", tmp_path / "run")
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("checks ok") == 1, "rank 0 says it for all"
-    assert "2 data parallel" in done.stdout and not list(tmp_path.iterdir())
+    assert "dp 2 = 2 processes" in done.stdout and not list(tmp_path.iterdir())
     other = "import os, sys; sys.argv = sys.argv[1:]; rank = os.environ['RANK'];"
     other += "from launch.machine import description; known = description.versions();"
     other += "description.versions = lambda: {**known, 'torch': rank};"
