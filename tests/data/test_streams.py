@@ -527,7 +527,7 @@ def test_items_of_a_lane_with_equal_text_mask_other_tokens():
     assert equal and any(not np.array_equal(fields["positions"][a], fields["positions"][b]) for a, b in equal)
 
 
-def test_samples_of_a_bert_depend_on_seed_lane_and_item():
+def test_samples_of_a_bert_in_a_stream_are_a_function_of_the_seed():
     one, two, other = (streamed(Made([20, 20]), "sop").take(range(16), seed=seed) for seed in (1, 1, 2))
     assert all(np.array_equal(one[key], two[key]) for key in one)
     assert not np.array_equal(one["positions"], other["positions"])
