@@ -11,6 +11,7 @@ from launch.planning.prediction.forecast_text import (
     error,
     errors,
     memory_error,
+    recomputation,
 )
 from launch.planning.search.candidates import Candidate, SearchQuestion
 from launch.planning.search.largest import Largest
@@ -207,7 +208,7 @@ def _states(candidate: Candidate) -> str:
     recipe = candidate.plan.recipe
     parts = [candidate.way]
     if recipe.activation_checkpointing != "none":
-        parts.append(f"recomputation {recipe.activation_checkpointing}")
+        parts.append(recomputation(candidate.forecast.work))
     parts += ["sequence parallel"] * recipe.parallel.sequence
     parts += ["SNUG"] * (candidate.forecast.verdict == "snug")
     parts += ["WAITS"] * candidate.forecast.waits
