@@ -9,11 +9,11 @@ from typing import Literal, get_args
 
 from ds_configs.findings import ConfigError
 from ds_configs.plan import Plan
-from launch.planning.prediction import hardware, rank_memory, workload
-from launch.planning.prediction.constants import fitted_constants
+from launch.planning.prediction import hardware, workload
 from launch.planning.prediction.forecast import Forecast, Verdict, forecast
 from launch.planning.prediction.forecast_text import memory_error
 from launch.planning.prediction.hardware import Node
+from launch.planning.prediction.rank_memory import RankMemory
 from launch.planning.resolved_plans import processes, resolve_on_machine
 from recipes.layout import divisors
 from recipes.problems import Problem, amount, counted
@@ -129,11 +129,11 @@ def how(found: Fit) -> str:
     return f"with {sets}: {found.world} of {stated} processes{snug}"
 
 
-def memory_of_plan(plan: Plan) -> rank_memory.RankMemory:
+def memory_of_plan(plan: Plan) -> RankMemory:
     """Predict the memory of a rank of the fullest pipeline stage, on the recipe's hardware if it names some."""
     own = plan.recipe.hardware
-    gpu = hardware.find((own and own.node) or hardware.USUAL).gpu
-    return rank_memory.fullest_rank(workload.of_plan(plan), gpu, fitted_constants())
+    node = hardware.find((own and own.node) or hardware.USUAL)
+    return forecast(workload.of_plan(plan), node).fullest_rank
 
 
 def describe(plan: Plan) -> str:

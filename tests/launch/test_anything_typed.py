@@ -304,7 +304,7 @@ APART = {
     "plan --tokens 9 --steps 3": "--tokens with --steps",
     "plan --fits default/sotu --recipe bert/sotu": "--fits with --recipe",
     "plan --fits default/sotu --json": "--fits with --json",
-    "plan search --global-batch 8 --set batch.global=4": "--global-batch with --set batch.global",
+    "plan search --model 13b --recipe bert/sotu": "--model with --recipe",
     "plan search --largest --model 13b": "--largest with --model",
     "plan search --largest --top 3": "--largest with --top",
     "plan search --largest --set model.hidden=64": "--largest with --set model.hidden",

@@ -11,6 +11,7 @@ from launch.planning.page import Page
 from launch.planning.prediction.constants import fitted
 from launch.planning.prediction.forecast import Bill, Forecast, PredictedSpeed, Remark
 from launch.planning.prediction.step_time import StepTime
+from launch.planning.prediction.workload import Workload
 from recipes.problems import amount, counted
 
 CATEGORIES = {
@@ -148,6 +149,15 @@ def add_published(
     )
 
 
+def recomputation(work: Workload) -> str:
+    """Say what is recomputed."""
+    if work.selective:
+        return "attention scores recomputed"
+    chunks = f"chunks of {work.recomputed} layers recomputed"
+    whole = {0: "nothing recomputed", 1: "every layer recomputed"}
+    return whole.get(work.recomputed, chunks)
+
+
 def _placed(found: Forecast) -> list[tuple[str, str]]:
     """Describe hardware, layout, and place of the model states."""
     work = found.work
@@ -162,12 +172,9 @@ def _placed(found: Forecast) -> list[tuple[str, str]]:
     away = ", ".join(
         f"{what} on {place}" for what, place in places.items() if place != "gpu"
     )
-    recomputed = {0: "nothing recomputed", 1: "every layer recomputed"}.get(
-        work.recomputed, f"chunks of {work.recomputed} layers recomputed"
-    )
     kept = [f"ZeRO-{work.zero_stage}{f' ({away})' if away else ''}", work.precision]
     kept += ["sequence parallel"] * work.sequence_parallel
-    kept += ["attention scores recomputed" if work.selective else recomputed]
+    kept += [recomputation(work)]
     return [
         (
             "hardware",

@@ -7,6 +7,7 @@ use its GPUs. Figures there are mappings {is: number, source: key of `sources`},
 from __future__ import annotations
 
 import functools
+import math
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -24,6 +25,7 @@ GIB = 2**30
 YAML = (".yaml", ".yml")
 # node whose CUDA context stands for that of a GPU that nothing is said of
 USUAL = "a100-80x8"
+MOST = 8  # GPUs of a machine that is made up
 Form = TypeVar("Form", bound=BaseModel)
 
 
@@ -134,7 +136,7 @@ def node_for(recipe: Recipe, name: str | None = None) -> Node:
         came = "no --hardware, and the recipe names none"
         rule = "a plan is for a kind of node"
         fix = f"--hardware {', '.join(names()[:6])}, …, 4xv100-32, 2x3090, or FILE.yaml:NODE of your own"
-        raise ProblemsError([Problem("--hardware", came, rule, fix)])
+        raise ProblemsError.of("--hardware", came, rule, fix)
     return find(name)
 
 
@@ -146,19 +148,31 @@ def find(name: str, flag: str = "--hardware") -> Node:
     Raises ProblemsError: no such node, with near matches; a file that is no catalogue.
     """
     known = catalogue()
+    came = f"{flag} {name[:100]}"
     written, colon, node = name.rpartition(":")
     if not colon and name.endswith(YAML):
         own = _read(files.path_of(name, flag), name)
         fix = f"{flag} {name}:{next(iter(own.nodes), 'NODE')}"
-        raise ProblemsError(
-            [Problem(flag, f"{flag} {name[:100]}", "no node is named", fix)]
-        )
+        raise ProblemsError.of(flag, came, "no node is named", fix)
     if written.endswith(YAML):
         own = _read(files.path_of(written, flag), written)
         return _node(node, own.nodes, {**known.gpus, **own.gpus}, f"of {written}")
     if name in known.nodes:
         return _node(name, known.nodes, known.gpus, f"of the catalogue ({SHOWN})")
-    return _of_gpus(*typed_hardware.read(name, known.gpus, known.nodes, flag))
+    count, gpu = typed_hardware.read(name, known.gpus, known.nodes, flag)
+    nodes = [find(node) for node, form in known.nodes.items() if form["gpu"] == gpu]
+    for each in nodes:
+        if each.gpus == count:
+            return each
+    if not 1 <= count <= MOST:
+        rule = f"a node that the catalogue lacks has 1 to {MOST} GPUs"
+        fix = f"{flag} {MOST}x{gpu} --nodes {max(1, math.ceil(count / MOST))}"
+        raise ProblemsError.of(flag, came, rule, fix)
+    of_these = f"{count}x{gpu}"
+    larger = next((each for each in nodes if each.gpus > count), None)
+    if larger:
+        return _part_of(larger, count, of_these)
+    return _made_up(count, gpu, of_these)
 
 
 def of_memory(memory: Memory) -> Node:
@@ -204,35 +218,15 @@ def catalogue() -> Catalogue:
     return _read(Path(__file__).with_name("hardware.yaml"), SHOWN)
 
 
-def _of_gpus(count: int, key: str) -> Node:
-    """Return a node of `count` such GPUs: of the catalogue, of a part of a node there, or made up."""
-    nodes = [
-        find(name) for name, form in catalogue().nodes.items() if form["gpu"] == key
-    ]
-    for node in nodes:
-        if node.gpus == count:
-            return node
-    name = f"{count}x{key}"
-    larger = next((node for node in nodes if node.gpus > count), None)
-    return _part_of(larger, count, name) if larger else _made_up(count, key, name)
-
-
 def _part_of(node: Node, count: int, name: str) -> Node:
     """Return a share of a node's GPUs with their link and as much of the host; its network is unknown."""
     share = count / node.gpus
-    host = node.host
-    cores = max(1, int(host.cores * share))
-    part = Host(
-        memory_gb=host.memory_gb * share,
-        memory_gb_s=host.memory_gb_s * share,
-        cores=cores,
-    )
     changed = {
         "name": name,
         "title": f"{count} of the {node.gpus} GPUs of {node.title}",
         "gpus": count,
         "network": None,
-        "host": part,
+        "host": _host(node.host, share),
         "nvme_gb_s": node.nvme_gb_s and node.nvme_gb_s * share,
         "other_watts": node.other_watts and node.other_watts * share,
     }
@@ -246,11 +240,6 @@ def _made_up(count: int, key: str, name: str) -> Node:
     assumed = known.made_up
     assert assumed
     rate = assumed.pcie_gb_s[gpu.pcie]
-    host = {
-        "memory_gb": assumed.memory_gb * count,
-        "memory_gb_s": assumed.memory_gb_s * count,
-        "cores": assumed.cores * count,
-    }
     return Node(
         name=name,
         title=f"a made-up machine with {count} {gpu.title} on PCIe",
@@ -258,8 +247,17 @@ def _made_up(count: int, key: str, name: str) -> Node:
         gpus=count,
         link=Link(kind=f"PCIe {gpu.pcie}.0", gb_s=rate),
         pcie_gb_s=rate,
-        host=Host.model_validate(host),
+        host=_host(assumed, count),
         other_watts=assumed.other_watts * count,
+    )
+
+
+def _host(whole: Host | MadeUp, share: float) -> Host:
+    """Return a host with so many times the memory, its rate, and the cores."""
+    return Host(
+        memory_gb=whole.memory_gb * share,
+        memory_gb_s=whole.memory_gb_s * share,
+        cores=max(1, int(whole.cores * share)),
     )
 
 
@@ -281,23 +279,13 @@ def _plain(value: Any) -> Any:
 def _node(name: str, nodes: dict[str, Any], gpus: dict[str, Any], where: str) -> Node:
     if name not in nodes:
         fix = did_you_mean(name, nodes)
-        raise ProblemsError(
-            [
-                Problem(
-                    "--hardware",
-                    f"--hardware {name[:100]}",
-                    f"no such node {where}",
-                    fix,
-                )
-            ]
-        )
+        came = f"--hardware {name[:100]}"
+        raise ProblemsError.of("--hardware", came, f"no such node {where}", fix)
     gpu = str(nodes[name].get("gpu"))
     if gpu not in gpus:
         came = f"{name}.gpu={gpu}"
         rule = f"no such GPU {where}"
-        raise ProblemsError(
-            [Problem("--hardware", came, rule, did_you_mean(gpu, gpus))]
-        )
+        raise ProblemsError.of("--hardware", came, rule, did_you_mean(gpu, gpus))
     return _checked(
         Node, {**nodes[name], "name": name, "gpu": {**gpus[gpu], "name": gpu}}, name
     )

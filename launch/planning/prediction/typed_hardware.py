@@ -11,9 +11,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from recipes.problems import Problem, ProblemsError, did_you_mean, either
+from recipes.problems import ProblemsError, did_you_mean, either
 
-MOST = 8  # GPUs of a machine that is made up
 _COUNT_BEFORE = re.compile(r"(\d{1,4})x(?=.)")
 _COUNT_BEHIND = re.compile(r"x(\d{1,4})$")
 # What makers and shops add to a GPU's name.
@@ -35,7 +34,7 @@ def read(
 ) -> Typed:
     """Read a name as GPUs of the catalogue.
 
-    Raises ProblemsError: the name is no GPU, may be several, or has too many.
+    Raises ProblemsError: the name is no GPU, or may be several.
     """
     count, rest = _counted(name.lower())
     words = _words(rest)
@@ -44,40 +43,14 @@ def read(
     meant = exact or meant
     came = f"{flag} {name[:100]}"
     if not meant:
-        raise ProblemsError(
-            [
-                Problem(
-                    flag,
-                    came,
-                    "no such node or GPU",
-                    did_you_mean(rest, {*gpus, *nodes}),
-                )
-            ]
-        )
+        fix = did_you_mean(rest, {*gpus, *nodes})
+        raise ProblemsError.of(flag, came, "no such node or GPU", fix)
     if len(meant) > 1:
         of_these = [node for node, form in nodes.items() if form["gpu"] in meant]
         rule = f"it may be {either(meant)}"
         fix = f"{flag} {count or 4}x{meant[0]}, or a node: {', '.join(of_these)}"
-        raise ProblemsError([Problem(flag, came, rule, fix)])
-    if count is None:
-        count = 1
-    known = any(
-        form["gpu"] == meant[0] and form["gpus"] == count for form in nodes.values()
-    )
-    if not known and not 1 <= count <= MOST:
-        nodes_of_most = max(1, -(-count // MOST))
-        rule = f"a node that the catalogue lacks has 1 to {MOST} GPUs"
-        raise ProblemsError(
-            [
-                Problem(
-                    flag,
-                    came,
-                    rule,
-                    f"{flag} {MOST}x{meant[0]} --nodes {nodes_of_most}",
-                )
-            ]
-        )
-    return Typed(count, meant[0])
+        raise ProblemsError.of(flag, came, rule, fix)
+    return Typed(1 if count is None else count, meant[0])
 
 
 def _counted(name: str) -> tuple[int | None, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from launch.planning.page import Page
@@ -10,10 +11,10 @@ from launch.planning.prediction.forecast_text import (
     error,
     errors,
     memory_error,
+    recomputation,
 )
-from launch.planning.search.candidates import SearchQuestion
+from launch.planning.search.candidates import Candidate, SearchQuestion
 from launch.planning.search.largest import Largest
-from launch.planning.search.layout_search import Candidate, SearchAnswer
 from modeling import cost
 from recipes import catalog
 from recipes.problems import amount, counted
@@ -49,37 +50,44 @@ LARGEST_TABLES = (
     "jeanzay_megatron_max_size_32gb",
     "jeanzay_hf_deepspeed_max_size",
 )
-PRINTED_BOUNDS = {"v100-32": 2.0e9, "v100-32-pcie": 2.0e9, "2080ti": 0.7e9}
+# billion parameters
+PRINTED_BOUNDS = {"v100-32": 2, "v100-32-pcie": 2, "2080ti": 0.7}
 
 
-def page(answer: SearchAnswer, name: str, most: int, width: int | None = None) -> Page:
-    """Describe the question and the best layouts."""
-    question = answer.question
-    recipe = answer.question.recipe
+def page(
+    question: SearchQuestion,
+    ranking: Sequence[Candidate],
+    name: str,
+    most: int,
+    width: int | None = None,
+) -> Page:
+    """Describe the question and the first candidates, at most `most`, one of each layout and way."""
+    recipe = question.recipe
     size = cost.parameters(recipe.model, recipe.positions)
     shape = f"{recipe.model.layers} layers of {recipe.model.hidden}, {recipe.model.heads} heads"
-    fitting = sum(candidate.forecast.verdict == "fits" for candidate in answer.ranking)
-    snug = len(answer.ranking) - fitting
+    count = Counter(candidate.forecast.verdict for candidate in ranking)
+    fitting = f"{count['fits']:,} fit, {count['snug']:,} are snug"
+    model = f"{size / 1e9:,.3g} billion parameters ({shape})"
     shown = Page(width)
     shown.facts(
-        (
-            "recipe",
-            f"{name}: {size / 1e9:,.3g} billion parameters ({shape}), {_samples(recipe)}",
-        ),
+        ("recipe", f"{name}: {model}, {_samples(recipe)}"),
         ("hardware", _hardware(question)),
-        (
-            "searched",
-            f"{answer.predicted:,} layouts: {fitting:,} fit, {snug:,} are snug",
-        ),
+        ("searched", f"{len(ranking):,} layouts: {fitting}"),
     )
-    best = answer.best_per_layout(most)
-    if best:
-        _add_layouts(shown, best)
-    else:
-        full = answer.nearest.forecast.binding
+    best = ranking[0]
+    if not best.fits:
+        full = best.forecast.binding
         place = "per GPU" if full.place == "GPU" else "of host memory per node"
         lacks = f"out of memory by {amount(full.missing)} {place}"
-        shown.text(f"NOTHING FITS. Nearest: {layout_words(answer.nearest)}, {lacks}")
+        shown.text(f"NOTHING FITS. Nearest: {words(best)}, {lacks}")
+        return shown
+    firsts: dict[tuple[object, ...], Candidate] = {}
+    for candidate in ranking:
+        work = candidate.forecast.work
+        key = work.layout.tp, work.layout.pp, work.sequence_parallel, candidate.way
+        if candidate.fits:
+            firsts.setdefault(key, candidate)
+    _add_layouts(shown, [*firsts.values()][:most])
     return shown
 
 
@@ -106,27 +114,21 @@ def largest_page(
     node = question.node
     recipe = question.recipe
     micro = counted(recipe.batch.micro or 1, "sample")
-    precisions: list[str] = [each.best.work.precision for each in found if each.best]
-    precision = (precisions or [recipe.precision])[0]
+    precisions = (each.best.plan.precision for each in found if each.best)
+    precision = next(precisions, recipe.precision)
+    model = f"a {recipe.model.family} in {precision}, {_samples(recipe)}, micro-batches of {micro}"
     shown = Page(width)
-    shown.facts(
-        ("hardware", _hardware(question)),
-        (
-            "model",
-            f"a {recipe.model.family} in {precision}, {_samples(recipe)}, micro-batches of {micro}",
-        ),
-    )
+    shown.facts(("hardware", _hardware(question)), ("model", model))
     rows = []
     refused = []
     for way, best, problems in found:
         if problems:
             rules = "; ".join(str(problem.rule or problem.came) for problem in problems)
-            refused.append(f"{way.name} cannot be run: {rules}")
+            refused.append(f"{way} cannot be run: {rules}")
         else:
-            rows.append([way.name, *(_largest(best) if best else ["none fits"])])
-    shown.table(
-        rows, LARGEST, "llll", below=[f"{LARGEST_LEGEND}{memory_error(precision)}."]
-    )
+            rows.append([way, *(_largest(best) if best else ["none fits"])])
+    below = f"{LARGEST_LEGEND}{memory_error(precision)}."
+    shown.table(rows, LARGEST, "llll", below=[below])
     printed = _printed_sizes(question)
     if printed:
         shown.text(f"printed of {_gpus(question)} of this kind: {'; '.join(printed)}")
@@ -134,9 +136,7 @@ def largest_page(
     rule = f"the documents' rule, memory over 16 bytes a parameter: {alone:.2f} B for one GPU"
     bound = PRINTED_BOUNDS.get(node.gpu.name)
     if bound:
-        rule += (
-            f"; they print {bound / 1e9:g} B for this GPU as the practical upper bound"
-        )
+        rule += f"; they print {bound} B for this GPU as the practical upper bound"
     shown.text(rule)
     shown.text(*refused, hang=2)
     return shown
@@ -144,20 +144,21 @@ def largest_page(
 
 def _largest(best: Candidate) -> list[str]:
     """Return the size, the layout, and what fills the memory."""
-    model = best.work.model
-    layout = best.work.layout
-    size = cost.parameters(model, best.work.positions)
+    model = best.plan.recipe.model
+    size = cost.parameters(model, best.plan.recipe.positions)
     full = best.forecast.binding
-    fills = f"host memory {full.needed / full.room:.0%}"
+    fills = f"host memory {full.share:.0%}"
     if full.place == "GPU":
         on_gpu = best.forecast.fullest_rank.on_gpu
-        name, most = max(on_gpu.items(), key=lambda part: part[1])
-        fills = f"GPU: {CATEGORIES.get(name, name)} {most / full.needed:.0%}"
-    return [
-        f"{size / 1e9:,.2f} B, {model.layers}x{model.hidden}",
-        f"{layout.tp}x{layout.pp}x{layout.dp}",
-        fills,
-    ]
+        name = max(on_gpu, key=on_gpu.__getitem__)
+        fills = f"GPU: {CATEGORIES[name]} {on_gpu[name] / full.needed:.0%}"
+    shape = f"{size / 1e9:,.2f} B, {model.layers}x{model.hidden}"
+    return [shape, _degrees(best), fills]
+
+
+def _degrees(candidate: Candidate) -> str:
+    layout = candidate.plan.layout
+    return f"{layout.tp}x{layout.pp}x{layout.dp}"
 
 
 def _printed_sizes(question: SearchQuestion) -> list[str]:
@@ -168,39 +169,34 @@ def _printed_sizes(question: SearchQuestion) -> list[str]:
             recipe = catalog.load(f"{table}/{row}")
             own = recipe.hardware
             published = recipe.published
-            if (
-                own
-                and published
-                and (own.node, own.gpus) == (question.node.name, question.ranks)
-            ):
+            asked = question.node.name, question.ranks
+            if own and published and (own.node, own.gpus) == asked:
+                system = published.framework or recipe.ds_config
                 shape = f"{recipe.model.layers}x{recipe.model.hidden}"
-                sizes.append(
-                    f"{published.size_label}, {shape} ({published.framework or recipe.ds_config})"
-                )
+                sizes.append(f"{published.size_label}, {shape} ({system})")
     return sizes
 
 
 def _add_layouts(shown: Page, best: list[Candidate]) -> None:
     rows = []
     for number, candidate in enumerate(best, 1):
-        layout = candidate.work.layout
+        layout = candidate.plan.layout
         found = candidate.forecast
         needed = found.fullest_rank.total
         rates = found.speed
         assert rates
-        rows.append(
-            [
-                number,
-                f"{layout.tp}x{layout.pp}x{layout.dp}",
-                f"{layout.micro}x{layout.accumulation}",
-                f"{needed / 1e9:.1f}",
-                f"{needed / found.node.gpu.memory_bytes:.0%}",
-                f"{candidate.seconds:.4g}",
-                f"{rates.tokens:,.0f}",
-                f"{rates.mfu:.1%}",
-                _states(candidate),
-            ]
+        row = (
+            number,
+            _degrees(candidate),
+            f"{layout.micro}x{layout.accumulation}",
+            f"{needed / 1e9:.1f}",
+            f"{needed / found.node.gpu.memory_bytes:.0%}",
+            f"{candidate.seconds:.4g}",
+            f"{rates.tokens:,.0f}",
+            f"{rates.mfu:.1%}",
+            _states(candidate),
         )
+        rows.append(row)
     below = [f"{LEGEND}{errors(best[0].forecast)}."]
     if any(candidate.forecast.waits for candidate in best):
         below.append(f"WAITS: time {error('waiting')}.")
@@ -209,18 +205,17 @@ def _add_layouts(shown: Page, best: list[Candidate]) -> None:
 
 def _states(candidate: Candidate) -> str:
     """Name the place of model states, recomputation, and further features of a layout."""
-    work = candidate.work
-    words = [candidate.way.name]
-    if work.recomputed:
-        part = f"chunks of {work.recomputed}" if work.recomputed > 1 else "every layer"
-        words.append(f"{part} recomputed")
-    words += ["sequence parallel"] * work.sequence_parallel
-    words += ["SNUG"] * (candidate.forecast.verdict == "snug")
-    words += ["WAITS"] * candidate.forecast.waits
-    return ", ".join(words)
+    recipe = candidate.plan.recipe
+    parts = [candidate.way]
+    if recipe.activation_checkpointing != "none":
+        parts.append(recomputation(candidate.forecast.work))
+    parts += ["sequence parallel"] * recipe.parallel.sequence
+    parts += ["SNUG"] * (candidate.forecast.verdict == "snug")
+    parts += ["WAITS"] * candidate.forecast.waits
+    return ", ".join(parts)
 
 
-def layout_words(candidate: Candidate) -> str:
+def words(candidate: Candidate) -> str:
     """Describe a layout in a few words."""
-    layout = candidate.work.layout
+    layout = candidate.plan.layout
     return f"{layout.degrees()}, micro-batch {layout.micro}, {_states(candidate)}"

@@ -131,10 +131,14 @@ def test_every_gpu_is_reached_by_its_name_in_machines_of_one_to_eight():
             assert node.host.cores >= 1
 
 
-def test_a_part_of_a_node_has_its_share_of_the_host_and_no_network():
+def test_a_part_of_a_node_and_a_made_up_one_have_their_share_of_a_host():
     whole = hardware.find("h100-80x8")
     part = hardware.find("2xh100")
     assert part.host.memory_gb == whole.host.memory_gb / 4
+    assert part.host.cores == whole.host.cores // 4
+    one, four = hardware.find("1xl40s").host, hardware.find("4xl40s").host
+    figures = ("memory_gb", "memory_gb_s", "cores")
+    assert [getattr(four, name) for name in figures] == [4 * getattr(one, name) for name in figures]
     assert (part.link, part.pcie_gb_s, part.network) == (whole.link, whole.pcie_gb_s, None)
 
 
