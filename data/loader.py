@@ -86,7 +86,7 @@ def rank_rows(layout: Layout, dp_rank: int, samples: int | None = None) -> np.nd
     rows = np.arange(samples or layout.global_batch).reshape(
         layout.dp, -1, layout.micro
     )
-    return rows[dp_rank]
+    return rows[dp_rank, :]
 
 
 class Prefetcher(Generic[T]):
@@ -310,7 +310,7 @@ def _current_device() -> Callable[[], None]:
 
 def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
     """Merge the states of all ranks into one; each rank knows its own parts of a stream."""
-    merged = json.loads(json.dumps(states[0]))
+    merged = dict(json.loads(json.dumps(states[0])))
     for key, value in merged.items():
         if key == "parts":
             parts = zip(*(state[key] for state in states), strict=True)

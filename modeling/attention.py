@@ -68,7 +68,8 @@ def attention(
             q, k, v, mask, dropout_p=dropout_p, is_causal=causal
         )
     rows = dropout_rows(q) if dropout_p else None
-    return _Blocks.apply(q, k, v, mask, rows, causal, dropout_p)
+    # a Function's apply has no types
+    return _Blocks.apply(q, k, v, mask, rows, causal, dropout_p)  # type: ignore[no-any-return]
 
 
 # Opaque to torch.compile, whose own generator would draw other numbers than an eager run.
@@ -104,7 +105,7 @@ def _keep_mask(rows: Tensor, keys: int, p: float) -> Tensor:
     Within a row, any two keys are dropped independently of each other (Dietzfelbinger 1996, as in
     `modeling/hidden_dropout.py`); rows have words of their own.
     """
-    words = rows[..., :1] * dropout_columns(rows, keys) + rows[..., 1:]
+    words: Tensor = rows[..., :1] * dropout_columns(rows, keys) + rows[..., 1:]
     return words >= round(p * _WORD) - _WORD // 2
 
 
@@ -211,7 +212,7 @@ def _scores(
     queries: Tensor, keys: Tensor, mask: Tensor | None, start: int, causal: bool
 ) -> Tensor:
     """Return the fp32 scores of the queries from `start` on, -inf at hidden keys."""
-    scores = (queries @ keys.mT).float() * queries.shape[-1] ** -0.5
+    scores: Tensor = (queries @ keys.mT).float() * queries.shape[-1] ** -0.5
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
     if causal:

@@ -111,7 +111,8 @@ class Embedding(nn.Module):
         x = x + of_places + F.embedding(token_types, token_type)
         if self.norm is not None:
             x = self.norm(x)
-        return self.dropout(x, salts)
+        x = self.dropout(x, salts)
+        return x
 
 
 class Head(nn.Module):
@@ -168,9 +169,10 @@ class DecoderBias(nn.Module):
 
 # Streams: (tokens, token types, lengths, positions) -> (x, lengths, positions) -> (logits, sentence logits)
 # The first two end with the salts of hidden dropout where there are any. Instead of lengths, a Row.
+_Stream = tuple[Any, ...]
 
 
-def _embed(embedding: nn.Module, stream: tuple, cut_over: Group) -> tuple:
+def _embed(embedding: nn.Module, stream: _Stream, cut_over: Group) -> _Stream:
     """Add positions and token types to the stream; `cut_over`: the group that shares its positions."""
     x, token_types, lengths, positions, *salts = stream
     token_types, *salts = (
@@ -184,15 +186,16 @@ def _embed(embedding: nn.Module, stream: tuple, cut_over: Group) -> tuple:
     return (embedding(x, token_types, *salts, **placed), lengths, positions, *salts)
 
 
-def _attend(layer: nn.Module, stream: tuple) -> tuple:
+def _attend(layer: nn.Module, stream: _Stream) -> _Stream:
     x, lengths, positions, *salts = stream
     return layer(x, lengths, *salts), lengths, positions, *salts
 
 
-def _head(head: nn.Module, stream: tuple) -> tuple:
+def _head(head: nn.Module, stream: _Stream) -> _Stream:
     x, lengths, positions, *_ = stream
     firsts = lengths.firsts if isinstance(lengths, PackedRow) else None
-    return head(x, positions, firsts)
+    # torch's modules return Any
+    return head(x, positions, firsts)  # type: ignore[no-any-return]
 
 
 def encoder(

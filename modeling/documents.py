@@ -86,10 +86,10 @@ def attention_within_documents(
     else:
         assert row.on_host is not None
         out = one_by_one(tokens, row.on_host, dropout)
-    return out.unflatten(0, qkv.shape[:2])
+    return torch.unflatten(out, 0, qkv.shape[:2])
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
 def one_by_one(qkv: Tensor, offsets: Tensor, dropout: float) -> Tensor:
     """Attend within each document by a call of its own: (T, N, 3, D), offsets -> (T, N, D).
 

@@ -86,7 +86,8 @@ class PositionEmbedding(nn.Module):
             of_places = own_positions(weight[None, :length], self.cut_over)
         else:
             of_places = F.embedding(places, weight)
-        return self.dropout(x + of_places, salts)
+        x = self.dropout(x + of_places, salts)
+        return x
 
 
 # Streams: tokens -> x -> logits; with salts of hidden dropout (tokens, salts) -> (x, salts) -> logits
@@ -110,8 +111,8 @@ def _drop(layer: nn.Module, stream: Stream) -> Stream:
 
 
 def _finish(norm: nn.Module, stream: Stream) -> Tensor:
-    x = stream if isinstance(stream, Tensor) else stream[0]
-    return norm(x)
+    x: Tensor = norm(stream if isinstance(stream, Tensor) else stream[0])
+    return x
 
 
 def layer_list(shape: GPT2Shape, *, group: Group, init: Init) -> list[LayerDefinition]:

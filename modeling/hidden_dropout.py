@@ -68,7 +68,8 @@ def _as_int64(word: int) -> int:
 
 def _shift_right(x: Tensor, by: int) -> Tensor:
     """Shift to the right and fill with zeros; torch fills a signed number with its sign."""
-    return (x >> by) & (2 ** (64 - by) - 1)
+    x = (x >> by) & (2 ** (64 - by) - 1)
+    return x
 
 
 class HiddenDropout(nn.Module):
@@ -114,7 +115,8 @@ class _Dropped(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(salts, columns)
         ctx.probability = probability
-        return fusing.fused(dropped, x, salts, columns, probability)
+        x = fusing.fused(dropped, x, salts, columns, probability)
+        return x
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

@@ -83,7 +83,7 @@ class Init:
     @property
     def residual_std(self) -> float:
         """Standard deviation of projections onto the residual stream (GPT-2 report, section 2.3)."""
-        return self.std / (2 * self.layers) ** 0.5
+        return float(self.std / (2 * self.layers) ** 0.5)
 
     def _generator(self, name: str) -> np.random.Generator:
         digest = hashlib.sha256(f"{self.seed}:{name}".encode()).digest()
@@ -224,7 +224,8 @@ def label(parameter: Parameter, name: str, shard: Any) -> None:
 
 def canonical_name(parameter: Parameter) -> str:
     """Return the name attached by `label`."""
-    return parameter.canonical_name  # type: ignore[attr-defined]
+    # torch's class does not know the attribute
+    return parameter.canonical_name  # type: ignore[attr-defined, no-any-return]
 
 
 def shard_of(parameter: Parameter) -> Any:

@@ -39,6 +39,7 @@ Definitions = Sequence["LayerDefinition"]
 # (shape, group=, init=) -> the layers in order
 LayerList = Callable[..., list["LayerDefinition"]]
 Layers = Sequence[tuple[Apply, nn.Module]]
+_Chunks = list[tuple[list[Any], bool]]
 
 
 def first(module: Callable[[Tensor], Tensor], stream: Stream) -> Stream:
@@ -168,7 +169,8 @@ def recomputation(shared_layers: bool) -> Callable[..., Any]:
     Its reentrant form adds to a shared layer's gradient chunk by chunk, and ZeRO reduces the first sum.
     """
     form = "non_reentrant_checkpoint" if shared_layers else "checkpoint"
-    return getattr(deepspeed.checkpointing, form)
+    # DeepSpeed has no types
+    return getattr(deepspeed.checkpointing, form)  # type: ignore[no-any-return]
 
 
 def share_draws(
@@ -261,6 +263,7 @@ class PipelineLoss:
     def __call__(self, stream: Stream, targets: tuple[Tensor, ...]) -> Tensor:
         outputs = stream if isinstance(stream, tuple) else (stream,)
         outcome = self.function(*outputs, *targets, self.group)
+        loss: Tensor
         loss, *parts = outcome if isinstance(outcome, tuple) else (outcome,)
         self.parts += parts
         return loss
@@ -283,7 +286,7 @@ def _layer_spec(definition: LayerDefinition) -> LayerSpec:
     )
 
 
-class Pipeline(PipelineModule):
+class Pipeline(PipelineModule):  # type: ignore[misc]  # DeepSpeed has no types
     """DeepSpeed's stage, with recomputed chunks of only transformer layers.
 
     DeepSpeed itself cuts chunks from the stage's first layer on and recomputes none with an embedding.
@@ -356,7 +359,7 @@ def stage_bounds(definitions: Definitions, stages: Sequence[int]) -> list[int]:
 
 
 def run_layers(
-    layers: Layers, stream: Stream, interval: int, checkpoint: Callable
+    layers: Layers, stream: Stream, interval: int, checkpoint: Callable[..., Any]
 ) -> Stream:
     """Run every layer in turn; `checkpoint` recomputes chunks of `interval` transformer layers (0: none)."""
     for chunk, recomputed in recomputed_chunks(layers, interval):
@@ -383,10 +386,11 @@ def _apply_all_to_x(
 ) -> Tensor:
     """Return x after the layers; `given`: the tensors among `others` (a recomputation takes no others)."""
     tensors = iter(given)
-    return _apply_all(
+    x, *_ = _apply_all(
         layers,
         (x, *(next(tensors) if _is_tensor(other) else other for other in others)),
-    )[0]
+    )
+    return x
 
 
 def _is_tensor(value: Any) -> bool:
@@ -399,9 +403,9 @@ def _apply_all(layers: Layers, stream: Stream) -> Stream:
     return stream
 
 
-def recomputed_chunks(layers: Layers, interval: int) -> list[tuple[list, bool]]:
+def recomputed_chunks(layers: Layers, interval: int) -> _Chunks:
     """Group consecutive layers, with True for a chunk of `interval` transformer layers to recompute."""
-    chunks: list[tuple[list, bool]] = []
+    chunks: _Chunks = []
     for apply, layer in layers:
         recomputed = interval > 0 and isinstance(layer, TransformerLayer)
         if recomputed and chunks and chunks[-1][1] and len(chunks[-1][0]) < interval:
@@ -424,7 +428,7 @@ class Family:
     """
 
     name: str
-    shape: Callable[[Recipe, int], Any]
+    shape: Callable[[Recipe, int], ModelShape]
     layer_list: LayerList
     loss: Loss
     loss_parts: Callable[[Any], tuple[str, ...]] = lambda shape: ()

@@ -181,7 +181,7 @@ def by_flex(
 
 
 @functools.cache
-def compiled_flex() -> Callable[..., Any]:
+def compiled_flex() -> Callable[..., Tensor]:
     """Compile flex_attention to one fused kernel, once."""
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -210,7 +210,7 @@ def prepared_mask(
 
 
 # Dynamo ignores lru_cache: traced, the comparisons would be in the graph and run in every call.
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
 @functools.lru_cache(maxsize=16)
 def block_mask(
     positions: int, window: int | Fixed, heads: int, device: torch.device

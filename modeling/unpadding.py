@@ -106,7 +106,8 @@ def unpadded_attention(qkv: Tensor, row: PackedRow, dropout: float = 0.0) -> Ten
     different lengths: q, k and v are then padded again.
     """
     if dropout == 0 and qkv.device.type == "cpu":
-        return attention_of_samples(qkv, row.offsets)
+        # torch's operators have no types
+        return attention_of_samples(qkv, row.offsets)  # type: ignore[no-any-return]
     if has_varlen(qkv):
         return varlen_attention(qkv, row, dropout, causal=False)
     return _padded_attention(qkv, row, dropout)
@@ -120,7 +121,8 @@ def varlen_attention(
     The operator of torch's `varlen_attn`, which has no argument for dropout.
     """
     places = (row.offsets, row.offsets, row.longest, row.longest)
-    return torch.ops.aten._flash_attention_forward(
+    # torch's operators have no types
+    return torch.ops.aten._flash_attention_forward(  # type: ignore[no-any-return]
         *qkv.unbind(2), *places, dropout, causal, False
     )[0]
 
@@ -256,7 +258,7 @@ def _heads_first(qkv: Tensor, count: int) -> tuple[Tensor, ...]:
 
 def _tokens_first(x: Tensor, count: int) -> Tensor:
     """(count x L, N, D) as (count, N, L, D)."""
-    return x.unflatten(0, (count, -1)).transpose(1, 2)
+    return torch.unflatten(x, 0, (count, -1)).transpose(1, 2)
 
 
 def _weights(q: Tensor, k: Tensor) -> Tensor:

@@ -10,15 +10,8 @@ from __future__ import annotations
 from itertools import chain, groupby
 from typing import Any
 
-from recipes.schema import (
-    AttentionKind,
-    Batch,
-    Data,
-    Model,
-    Recipe,
-    Schedule,
-    Tokenizer,
-)
+from recipes.families import AttentionKind
+from recipes.schema import Batch, Data, Model, Recipe, Schedule, Tokenizer
 
 LAYERS = 4
 HIDDEN = 64

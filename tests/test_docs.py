@@ -9,7 +9,8 @@ import pytest
 from launching import ROOT
 
 DOCUMENTS = [
-    *(ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "tools" / "planner" / "README.md"),
+    *(ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"),
+    *(ROOT / "tools" / "planner" / "README.md", ROOT / ".github" / "pull_request_template.md"),
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted(ROOT.glob("*/README.md")),
 ]

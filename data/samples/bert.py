@@ -64,7 +64,8 @@ class BertFields(Fields):
 
     @property
     def labels(self) -> np.ndarray:
-        return self["labels"][self._real]
+        # numpy says Any of a choice by a mask
+        return self["labels"][self._real]  # type: ignore[no-any-return]
 
     def micro_batch(self, row_weights: np.ndarray) -> Mapping[str, np.ndarray]:
         weights = (self._real & (row_weights > 0)[:, None]).astype(np.float32)
@@ -374,7 +375,7 @@ class BertSamples(StoredSamples):
         last = bisect.bisect_left(
             pointers, end * size, lo=first, hi=min(len(pointers), first + end - start)
         )
-        return (pointers[first:last] // size).tolist()
+        return [*map(int, pointers[first:last] // size)]
 
     def _other(self, rng: Generator, chunk: int, wanted: int) -> np.ndarray:
         """Take sentences of another document from a random chunk on, until they have `wanted` tokens."""

@@ -29,7 +29,7 @@ BLOCK = 1000  # positions; a part has at least one of them
 def largest_remainder(weights: Sequence[float], total: int) -> np.ndarray:
     """Divide `total` by weight: (parts,) int64, rounded down, plus one for the largest remainders."""
     exact = np.asarray(weights, dtype=np.float64) / np.sum(weights) * total
-    counts = np.floor(exact).astype(np.int64)
+    counts = np.asarray(exact, np.int64)
     lost = np.argsort(counts - exact, kind="stable")
     counts[lost[: total - counts.sum()]] += 1
     return counts
@@ -107,7 +107,7 @@ class BlendedSamples:
         """Count each part's samples before a position."""
         block, within = divmod(position, BLOCK)
         inside = np.bincount(self._order(block)[:within], minlength=len(self._parts))
-        return (block * self._counts + inside).tolist()
+        return [*map(int, block * self._counts + inside)]
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a `state`. Raises ProblemsError: it is of a blend with other parts."""
@@ -153,7 +153,9 @@ def _blended_counts(
     """Weight the parts' token counts (V,) as the blend does, without changing their total."""
     sums = [max(1, int(count.sum())) for count in counts]
     parts = zip(np.asarray(weights) / np.sum(weights), counts, sums, strict=True)
-    return sum(sums) * sum(share * count / total for share, count, total in parts)
+    blended = sum(share * count / total for share, count, total in parts)
+    # numpy says Any of a product of any types
+    return sum(sums) * blended  # type: ignore[no-any-return]
 
 
 def _blended_summary(

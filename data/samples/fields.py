@@ -34,7 +34,7 @@ def _array_from_json(value: Any) -> np.ndarray:
     numbers = np.frombuffer(
         base64.b64decode(value["base64"]), np.dtype(str(value["dtype"]))
     )
-    return numbers.reshape(value["shape"]).copy()
+    return np.array(numbers.reshape(value["shape"]))
 
 
 # An array of numbers that pydantic writes to JSON and reads again.

@@ -145,7 +145,8 @@ def _without_end(store: Store, ends: np.ndarray, end_token: int) -> np.ndarray:
     some = store.tokens_array[ends[spread(len(ends), _LOOKED_AT)] - 1] != end_token
     if some.all() or not some.any():
         return np.full(len(ends), some.any())
-    return store.tokens_array[ends - 1] != end_token
+    # numpy's comparison of arrays of any type is Any
+    return store.tokens_array[ends - 1] != end_token  # type: ignore[no-any-return]
 
 
 class GptSamples(StoredSamples):

@@ -105,7 +105,7 @@ def end_of_document(tokenizer: PreTrainedTokenizerFast) -> int:
     """Return the end-of-document token: end-of-sequence, or [SEP]. Raises ProblemsError: there is neither."""
     for token in (tokenizer.eos_token_id, tokenizer.sep_token_id):
         if token is not None:
-            return token
+            return int(token)
     give = 'give "eos_token" in a tokenizer_config.json next to '
     fix = (
         give,

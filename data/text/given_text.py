@@ -175,7 +175,7 @@ def _first_records(file: Path) -> list[dict[str, Any]]:
 
         with suppress(pa.ArrowException, OSError), pq.ParquetFile(file) as opened:
             for batch in opened.iter_batches(_RECORDS):
-                return batch.to_pylist()
+                return batch.to_pylist()  # type: ignore[no-any-return]  # pyarrow has no types
         return []
     found = []
     for line in islice(JsonlFormat().records(file), _RECORDS):

@@ -55,7 +55,7 @@ def parts(
     assert validation_every >= 2 and (test_every is None or test_every >= 2), (
         "the schema refuses 1"
     )
-    found = (indices % validation_every == validation_every - 1).astype(np.uint8)
+    found = np.asarray(indices % validation_every == validation_every - 1, np.uint8)
     if test_every is not None:
         # Counting what validation leaves, and not all documents, keeps 1/test_every of it whatever divisors
         # the two have in common.

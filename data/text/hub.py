@@ -89,7 +89,9 @@ class HubSource:
 
     @cached_property
     def shards(self) -> int:
-        return next(self._with_retries(lambda done: iter([self._open().num_shards])))
+        # datasets' streams are Any here
+        shards = self._with_retries(lambda done: iter([self._open().num_shards]))
+        return next(shards)  # type: ignore[no-any-return]
 
     def fingerprint(self) -> str:
         """Digest the settings alone: the content of a stream is not known before it is read."""

@@ -107,7 +107,7 @@ def unknown_token(tokenizer: PreTrainedTokenizerFast) -> int | None:
     unknown = tokenizer.unk_token_id
     if unknown == tokenizer.eos_token_id:
         return None  # GPT-2 knows every byte, and names its end token
-    return unknown
+    return unknown  # type: ignore[no-any-return]  # transformers sets it as Any
 
 
 def unknown_share(tokenizer: PreTrainedTokenizerFast, source: Source) -> float:

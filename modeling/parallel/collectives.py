@@ -24,6 +24,7 @@ from torch import Tensor
 
 from modeling.parallel.process_grid import Group
 
+# Torch's operators have no types: what they return is Any.
 _ops = torch.ops._c10d_functional
 
 
@@ -31,12 +32,12 @@ def begin_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Begin to add up a contiguous `x` over the ranks and overwrite it; `wait_for` returns the sum."""
     # A traced graph changes nothing in place; the compiler may, if the value has no other use.
     op = _ops.all_reduce if torch.compiler.is_compiling() else _ops.all_reduce_
-    return op(x, "sum", group.group_name)
+    return op(x, "sum", group.group_name)  # type: ignore[no-any-return]
 
 
 def wait_for(begun: Tensor) -> Tensor:
     """Return the result of a collective; on a GPU the current stream waits for it, not the host."""
-    return _ops.wait_tensor(begun)
+    return _ops.wait_tensor(begun)  # type: ignore[no-any-return]
 
 
 def _sum_of_copy(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -46,30 +47,28 @@ def _sum_of_copy(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def begin_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Begin to collect (B, S/t, ...) of every rank as (t B, S/t, ...)."""
-    return _ops.all_gather_into_tensor(
+    return _ops.all_gather_into_tensor(  # type: ignore[no-any-return]
         x.contiguous(), dist.get_world_size(group), group.group_name
     )
 
 
 def begin_scattered_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Begin to add up (t B, S/t, ...) over the ranks; each gets its own (B, S/t, ...) of the sum."""
-    return _ops.reduce_scatter_tensor(
+    return _ops.reduce_scatter_tensor(  # type: ignore[no-any-return]
         x.contiguous(), "sum", dist.get_world_size(group), group.group_name
     )
 
 
 def in_rank_order(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Reorder (B, S, ...) to (t B, S/t, ...)."""
-    return (
-        x.unflatten(1, (dist.get_world_size(group), -1)).transpose(0, 1).flatten(0, 1)
-    )
+    cut = torch.unflatten(x, 1, (dist.get_world_size(group), -1))
+    return cut.transpose(0, 1).flatten(0, 1)
 
 
 def in_sample_order(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Reorder (t B, S/t, ...) to (B, S, ...)."""
-    return (
-        x.unflatten(0, (dist.get_world_size(group), -1)).transpose(0, 1).flatten(1, 2)
-    )
+    cut = torch.unflatten(x, 0, (dist.get_world_size(group), -1))
+    return cut.transpose(0, 1).flatten(1, 2)
 
 
 def own_positions(x: Tensor, group: Group) -> Tensor:
@@ -112,15 +111,12 @@ class _GatherPositions(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        group = ctx.group
         if ctx.summed:
-            return (
-                wait_for(
-                    begin_scattered_sum(in_rank_order(gradient, ctx.group), ctx.group)
-                ),
-                None,
-                None,
-            )
-        return own_positions(gradient, ctx.group), None, None
+            own = wait_for(begin_scattered_sum(in_rank_order(gradient, group), group))
+        else:
+            own = own_positions(gradient, group)
+        return own, None, None
 
 
 class _ScatterSum(torch.autograd.Function):
@@ -168,14 +164,15 @@ def gather_positions(x: Tensor, group: Group, *, summed: bool) -> Tensor:
 
 def scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Leave a tensor-parallel region: summands (t B, S/t, ...) of every rank -> the sum, (B, S/t, ...)."""
-    return _ScatterSum.apply(x, group)
+    summed: Tensor = _ScatterSum.apply(x, group)
+    return summed
 
 
 def with_summed_gradients(
     group: Group, first: Tensor, second: Tensor | None = None
 ) -> tuple[Tensor, ...]:
     """Apply f, which sums gradients, to parameters of every rank for its own positions."""
-    parameters: Any = (
+    parameters: tuple[Any, ...] = (
         (first, second) if group is None else _SumGradients.apply(first, second, group)
     )
     return parameters[:1] if second is None else parameters

@@ -39,6 +39,7 @@ class _CrossEntropy(torch.autograd.Function):
             blocks = [
                 fusing.fused(_statistics, z, targets[at]) for at, z in _blocks(logits)
             ]
+            losses: Tensor
             losses, largest, logarithm = (
                 blocks[0] if len(blocks) == 1 else torch.cat(blocks, 1)
             )
@@ -142,9 +143,8 @@ def token_losses(logits: Tensor, targets: Tensor, group: Group) -> Tensor:
 
     The backward pass overwrites the logits with their gradient.
     """
-    return _CrossEntropy.apply(logits.flatten(0, 1), targets.flatten(), group).view_as(
-        targets
-    )
+    losses: Tensor = _CrossEntropy.apply(logits.flatten(0, 1), targets.flatten(), group)
+    return losses.view_as(targets)
 
 
 def weighted_loss(

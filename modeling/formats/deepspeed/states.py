@@ -101,16 +101,16 @@ class DeepSpeedState:
 
     @property
     def steps(self) -> int:
-        return self.stated["global_steps"]
+        return int(self.stated["global_steps"])
 
     @property
     def skipped(self) -> int:
-        return self.stated["skipped_steps"]
+        return int(self.stated["skipped_steps"])
 
     @property
     def samples(self) -> int:
         """Samples that were read; 0: no file states it."""
-        return self.stated["global_samples"]
+        return int(self.stated["global_samples"])
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -516,4 +516,4 @@ def _param(file: Path) -> Tensor:
         found = found.get("param")
     sound = isinstance(found, Tensor)
     expect(sound, file, "holds no tensor", "a universal checkpoint's files do")
-    return found
+    return found  # type: ignore[no-any-return]  # `expect` has made sure

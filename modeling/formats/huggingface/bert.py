@@ -166,7 +166,8 @@ def config(
 ) -> transformers.PretrainedConfig:
     """Return the `BertConfig` or `MegatronBertConfig` of the model; `end` is GPT-2's and not used."""
     labels = model.head_classes if model.task_head == "classification" else 2
-    return getattr(transformers, PLACEMENTS[model.layer_norm].prefix + "Config")(
+    # a class by its name is Any
+    return getattr(transformers, PLACEMENTS[model.layer_norm].prefix + "Config")(  # type: ignore[no-any-return]
         vocab_size=model.vocab_size, max_position_embeddings=positions, hidden_size=model.hidden,
         num_hidden_layers=model.layers, num_attention_heads=model.heads, intermediate_size=4 * model.hidden,
         hidden_act="gelu", layer_norm_eps=BERT_NORM_EPS, type_vocab_size=2, pad_token_id=pad,
