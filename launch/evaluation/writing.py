@@ -19,14 +19,7 @@ from launch.console import terminal
 from launch.console.progress import bar
 from launch.evaluation.trained_model import TrainedModel
 from launch.ranks import ending
-from launch.weights import foreign_weights
-from modeling.generation import (
-    Decoding,
-    EndReason,
-    continued,
-    fill_masks,
-    in_transformers,
-)
+from modeling.generation import Decoding, EndReason, continued, fill_masks
 from recipes import files
 from recipes.families import FAMILIES
 from recipes.problems import MOST, Problem
@@ -188,13 +181,7 @@ class ScreenStream(TextStreamer):
 
 def run(job: WritingJob) -> None:
     """Load the model and write the texts."""
-    from deepspeed.accelerator import get_accelerator
-
-    for line in job.model.said():
-        terminal.say(line, sys.stderr)
-    weights = foreign_weights.read(job.model.weights, job.model.recipe)
-    model = in_transformers(job.model.recipe, weights, getattr(torch, job.dtype))
-    model.to(get_accelerator().current_device_name())
+    model = job.model.loaded(getattr(torch, job.dtype))
     stream = None
     if job.is_single and job.model.continues:
         stream = ScreenStream(job.model.tokenizer, skip_special_tokens=True)

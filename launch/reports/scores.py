@@ -358,7 +358,6 @@ def _of_run(run: ReportedRun, score: Score) -> tuple[str, ...]:
         + f", {OTHER_DATA}" * score.on_other_data,
         f"window {score.window}" + (f", stride {score.stride}" if score.stride else ""),
         score.precision,
-        *([f"{len(score.broken)} broken examples left out"] if score.broken else []),
     ]
     values = figure_text(figure, value), number(score.parameters), ", ".join(how)
     return score.name, figure_name(figure), f"{run.label}{step}", *values
