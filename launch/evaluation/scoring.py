@@ -111,20 +111,17 @@ def load(job: ScoringJob) -> list[LoadedTask]:
 
 
 def _loaded(name: str, manager: TaskManager) -> LoadedTask:
-    try:
+    if name in TASKS:
         loaded = manager.load([name])
-    except ProblemsError:
-        raise
+        (task,) = loaded["tasks"].values()
+        return LoadedTask(name, loaded, task.dataset[FACTS])
+    try:
+        return LoadedTask(name, manager.load([name]), TaskText("", SOURCE))
     # datasets, huggingface_hub, httpx and fsspec each raise their own
     except Exception as error:
         first = (str(error).splitlines() or [""])[0][:200]
         rule = f"its data cannot be read: {type(error).__name__}: {first}"
         raise ProblemsError.of("--tasks", name, rule, WITHOUT_NETWORK) from error
-    text = TaskText("", SOURCE)
-    if name in TASKS:
-        (task,) = loaded["tasks"].values()
-        text = task.dataset[FACTS]
-    return LoadedTask(name, loaded, text)
 
 
 @dataclass

@@ -19,7 +19,6 @@ from launch.ranks import processes
 from launch.records import vocabulary
 from launch.weights import foreign_weights
 from launch.weights.foreign_weights import RunWeights
-from launch.weights.initial_weights import KEY as INIT_FROM
 from launch.weights.initial_weights import InitialWeights
 from modeling.families import drawn_parameters
 from modeling.generation import in_transformers
@@ -83,7 +82,7 @@ def on_devices(model: Any) -> Any:
 
 
 def open_model(
-    given: str,
+    directory: str,
     tokenizer: str | None = None,
     check: Callable[[Recipe], None] = lambda recipe: None,
     stated: Sequence[str] = (),
@@ -93,24 +92,7 @@ def open_model(
     `check` raises ProblemsError for an unsuitable model, before the search for a vocabulary. `stated`: values
     of --weights_args. Raises ProblemsError for missing or incomplete weights, or for a foreign vocabulary.
     """
-    try:
-        return _open(InitialWeights(given, stated=stated), tokenizer, check)
-    except ProblemsError as error:
-        keys = {INIT_FROM: KEY}  # of weights: in the words of this command
-        told = [
-            replace(
-                each,
-                key=keys.get(each.key, each.key),
-                where=each.where.removeprefix(f"{INIT_FROM} "),
-            )
-            for each in error.problems
-        ]
-        raise ProblemsError(told) from None
-
-
-def _open(
-    given: InitialWeights, tokenizer: str | None, check: Callable[[Recipe], None]
-) -> TrainedModel:
+    given = InitialWeights(directory, KEY, stated)
     run = None
     step = None
     saved = given.saved()

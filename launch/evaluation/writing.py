@@ -188,28 +188,21 @@ def run(job: WritingJob) -> None:
     total = len(job.prompts) * job.samples
     count = 0
     began = time.perf_counter()
+    # Texts in a terminal show the progress themselves.
+    hidden = job.out is None and (stream is not None or sys.stdout.isatty())
+    texts = write(model, job, stream)
+    if not hidden:
+        texts = bar(sys.stderr, iterable=texts, total=total, unit="text")
     with job.out.open("x", encoding="utf-8") if job.out else nullcontext() as file:
-        # Texts in a terminal show the progress themselves.
-        hidden = job.out is None and (stream is not None or sys.stdout.isatty())
-        with (
-            nullcontext()
-            if hidden
-            else bar(sys.stderr, total=total, unit="text") as shown
-        ):
-            for written in write(model, job, stream):
-                count += written.tokens
-                if file is not None:
-                    record = {
-                        name: value
-                        for name, value in asdict(written).items()
-                        if value is not None
-                    }
-                    file.write(json.dumps(record, ensure_ascii=False) + "\n")
-                    file.flush()
-                elif stream is None:
-                    show(written, headed=not job.is_single)
-                if shown is not None:
-                    shown.update()
+        for written in texts:
+            count += written.tokens
+            if file is not None:
+                record = asdict(written)
+                if written.ended is None:
+                    del record["ended"]
+                print(json.dumps(record, ensure_ascii=False), file=file, flush=True)
+            elif stream is None:
+                show(written, headed=not job.is_single)
     seconds = time.perf_counter() - began
     said = f"{total:,} texts, {count:,} tokens in {seconds:.2f} s: {count / seconds:,.0f} tokens/s"
     terminal.say(said, sys.stderr)

@@ -309,7 +309,7 @@ def test_what_cannot_be_scored_is_refused_before_a_start(made, tmp_path):
     shutil.copytree(run_directory, tmp_path / "unsaved", ignore=shutil.ignore_patterns("checkpoints"))
     assert "holds no checkpoint" in refusal(tmp_path / "unsaved", *text)
     said = refusal(tmp_path / "missing", *text)
-    assert said.startswith(str(tmp_path / "missing")) and "--init_from" not in said
+    assert said.startswith(f"MODEL {tmp_path}/missing: ") and "--init_from" not in said
     tokenizer_of(PASSAGES, 300).save_pretrained(tmp_path / "small")
     said = refusal(run_directory, *text, "--tokenizer", tmp_path / "small")
     assert "is not the vocabulary" in said or "300 tokens" in said
