@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import dispatch_model, infer_auto_device_map
 from transformers import PreTrainedTokenizerFast
 
 from data.text.vocabulary import gpt2_tokenizer, missing_roles, vocabulary_size
@@ -76,9 +75,14 @@ def on_devices(model: Any) -> Any:
     """Put a model on the device; of one that is too large whole layers on the next ones, and the host."""
     if not processes.device().own_memory:
         return model
+    import accelerate
+    from deepspeed.accelerator import get_accelerator
+
     whole = model._no_split_modules
-    places = infer_auto_device_map(model, no_split_module_classes=whole)
-    return dispatch_model(model, places)
+    places = accelerate.infer_auto_device_map(model, no_split_module_classes=whole)
+    if len({*places.values()}) > 1:
+        return accelerate.dispatch_model(model, places)
+    return model.to(get_accelerator().current_device_name())
 
 
 def open_model(

@@ -436,12 +436,17 @@ def test_layers_are_placed_by_the_room_of_the_devices(made, tmp_path, monkeypatc
     whole = score(*asked, tmp_path / "whole.json")["figures"]
     device = SimpleNamespace(own_memory=True)
     monkeypatch.setattr(trained_model, "processes", SimpleNamespace(device=lambda: device))
-    room = {"cpu": "9GB"}
     found = []
-    monkeypatch.setattr(
-        trained_model, "infer_auto_device_map",
-        lambda model, **how: found.append(infer_auto_device_map(model, max_memory=room, **how)) or found[0],
-    )  # fmt: skip
+
+    def halved(model, **how):
+        """The second half of the layers elsewhere, which is the host, too."""
+        found.append(infer_auto_device_map(model, max_memory={"cpu": "9GB"}, **how))
+        layers = {f"transformer.h.{each}": "cpu" for each in range(len(model.transformer.h))}
+        rest = dict.fromkeys(("transformer.wte", "transformer.wpe", "transformer.drop"), "cpu")
+        rest |= dict.fromkeys(("transformer.ln_f", "lm_head"), torch.device("cpu"))
+        return rest | layers
+
+    monkeypatch.setattr("accelerate.infer_auto_device_map", halved)
     assert score(*asked, tmp_path / "placed.json")["figures"] == whole
     assert set(found[0].values()) == {"cpu"}
 
