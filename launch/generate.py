@@ -140,12 +140,7 @@ def main() -> None:
 
 def check_flags(args: argparse.Namespace) -> None:
     """Refuse contradictory or missing flags, and several processes. Raises ProblemsError."""
-    problems = []
-    ranks = processes.world_size()
-    if ranks > 1:
-        rule = "one process writes all texts"
-        fix = "start it with python, or set WORLD_SIZE to 1"
-        problems.append(Problem("WORLD_SIZE", f"{ranks} processes", rule, fix))
+    problems = [*processes.several("one process writes all texts")]
     if not (args.prompt or args.file):
         rule = "prompts come from one of them"
         fix = "add --prompt TEXT"

@@ -22,8 +22,7 @@ examples:
       one row: everything resolved, what was published, what is inferred or
       unknown, how to launch it
   python launch/recipe.py show my_table.yaml/my-row --yaml
-      a row of your own file, with every value written out; list
-      my_table.yaml lists them
+      a row of your own file, with every value written out
 
 exit codes: 0 shown; 1 output that cannot be written; 2 refused, or shown and
 cannot be run as it is."""

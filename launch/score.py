@@ -50,29 +50,21 @@ examples:
       the control: the run's shape and vocabulary with the weights that it
       began with
 
-lm-evaluation-harness scores the model as transformers has it, in one process;
-layers that the first GPU has no room for go to the next ones, and then to the
-host. Of the names of tasks perplexity, wikitext103 and lambada are task files
-of this project, the last two by the protocols of the published scores.
-perplexity: without --text the samples that the run's validation read, and so
-its loss to rounding (of a run in fp32 1e-6, of one in bf16, which validates
-in bf16, a few 1e-5); with --text whole documents, each behind an
-end-of-document token.
-wikitext103: the test set is turned back into text; each window counts its
-last --stride tokens only; the perplexity is exp(sum of losses / original
-word-level tokens); the ratio of the two counts is shown.
-lambada: a passage is right where every token of its last word is the
-likeliest, given the ones before; --variant original is the authors' file in
-lower case, openai what Radford et al. and Megatron-LM score.
-A row that cannot be read, or a passage of one word, is left out, counted and
-said.
+lm-evaluation-harness scores the model as transformers has it, in one process.
+docs/scoring.md says how perplexity, wikitext103 and lambada are read. A row
+that cannot be read is refused, by file and line.
 Of a run the figures are also kept in RUN/scores.json, which launch/report.py
 shows next to published ones.
 exit codes: 0 scored, 1 failed, 2 refused before the weights were read."""
 
+RULES = (
+    ("--column", "+--text, --data", "it is a field of them"),
+    ("--include_path", "+--tasks", "a task of it is named"),
+)
+
 
 def build_parser() -> ArgumentParser:
-    parser = arguments.command(__doc__, EXAMPLES)
+    parser = arguments.command(__doc__, EXAMPLES, RULES)
     model = "a run, its checkpoints/step-NNNNNN, or a GPT-2 of transformers or Megatron"
     parser.add_argument("model", metavar="MODEL", help=model)
     add = parser.add_argument_group("on what").add_argument
@@ -145,12 +137,8 @@ def main() -> None:
 
 def check_alone() -> None:
     """Refuse several processes, and an environment without lm-eval. Raises ProblemsError."""
-    ranks = processes.world_size()
-    problems = []
-    if ranks > 1:
-        rule = "one process scores, on all its GPUs if it needs them"
-        fix = "start it with python, or set WORLD_SIZE to 1"
-        problems.append(Problem("WORLD_SIZE", f"{ranks} processes", rule, fix))
+    rule = "one process scores, on all its GPUs if it needs them"
+    problems = [*processes.several(rule)]
     if importlib.util.find_spec("lm_eval") is None:
         rule = "lm-evaluation-harness runs every task"
         problems.append(Problem("lm_eval", "lm-eval is not installed", rule, INSTALL))
@@ -161,7 +149,6 @@ def check_alone() -> None:
 def checked(args: Namespace) -> ScoringJob:
     """Make the job from the flags; of the weights only headers are read. Raises ValueError."""
     from launch.evaluation import trained_model
-    from launch.evaluation.protocols import PERPLEXITY, PUBLISHED
     from launch.evaluation.scoring import ScoringJob
 
     processes.check_device()
@@ -172,26 +159,15 @@ def checked(args: Namespace) -> ScoringJob:
     problems = [*unfit_tasks(args), *unfit_windows(args, model.recipe, window)]
     if problems:
         raise ProblemsError(problems)
-    recipe = held_out_recipe(model)
-    column = dict(column=args.column, limit=args.limit)
-    published = dict(column, file=args.data, variant=args.variant)
-    texts = dict.fromkeys(PUBLISHED, published)
-    texts[PERPLEXITY] = dict(column, text=args.text, recipe=recipe)
-    out = new_output.new_file("--out", args.out, (".json",)) if args.out else None
-    check_place(args, model.run)
-    plain = {
-        name: getattr(args, name)
-        for name in (
-            "tasks",
-            "include_path",
-            "stride",
-            "limit",
-            "batch",
-            "precision",
-            "from_scratch",
-        )
+    texts = {
+        each: getattr(args, each) for each in ("text", "column", "limit", "variant")
     }
-    return ScoringJob(args.model, model, texts=texts, window=window, out=out, **plain)
+    texts |= {"file": args.data, "recipe": held_out_recipe(model)}
+    out = new_output.new_file("--out", args.out, (".json",)) if args.out else None
+    same = ("tasks", "include_path", "stride", "limit", "batch", "precision")
+    plain = {name: getattr(args, name) for name in (*same, "from_scratch")}
+    plain |= {"kept_in": kept_in(args, model.run), "out": out}
+    return ScoringJob(args.model, model, texts=texts, window=window, **plain)
 
 
 def refuse_bert(recipe: Recipe) -> None:
@@ -213,49 +189,43 @@ def held_out_recipe(model: TrainedModel) -> Recipe:
     return recipe.model_copy(update={"data": data})
 
 
-def check_place(args: Namespace, run: Path | None) -> None:
-    """Refuse a run whose scores cannot be added to, before the hours of scoring. Raises ProblemsError."""
+def kept_in(args: Namespace, run: Path | None) -> Path | None:
+    """Return the run to which scores are added. Raises ProblemsError if they cannot be."""
     from launch.evaluation.scores import SCORES, read_scores
 
     if run is None or args.from_scratch:
-        return
+        return None
     read_scores(run)
-    if not args.out and (problem := place_problem(run)):
+    problem = place_problem(run)
+    if problem and not args.out:
         came = f"{run}: {SCORES} {problem[0]}"
         rule = "scores are kept with their run"
         fix = "add --out FILE.json, and only that is written"
         raise ProblemsError.of("--out", came, rule, fix)
+    return None if problem else run
 
 
 def unfit_tasks(args: Namespace) -> Iterator[Problem]:
     """Yield every flag that the tasks do not read."""
-    from launch.evaluation.protocols import PERPLEXITY, PUBLISHED, TASKS
-
     tasks = {*args.tasks}
     text = "give your own text with --text PATH"
     leave = "leave it out"
+    windowed = args.text or "wikitext103" in tasks
     misplaced = (
-        ("text", PERPLEXITY in tasks, "perplexity reads it", "add the task perplexity"),
+        (
+            "text",
+            "perplexity" in tasks,
+            "perplexity reads it",
+            "add the task perplexity",
+        ),
         ("variant", "lambada" in tasks, "only LAMBADA has variants", leave),
         (
             "data",
-            len(tasks & {*PUBLISHED}) == 1,
-            f"it is the text of {' or '.join(PUBLISHED)}",
+            len(tasks & {"wikitext103", "lambada"}) == 1,
+            "it is the text of wikitext103 or lambada",
             f"name one of them, or {text}",
         ),
-        ("column", args.text or args.data, "it is a field of --text or --data", leave),
-        (
-            "stride",
-            args.text or "wikitext103" in tasks,
-            "other tasks and held-out samples are read once",
-            f"{leave}, or {text}",
-        ),
-        (
-            "include_path",
-            tasks - {*TASKS},
-            "none of them is of its files",
-            "name a task of it",
-        ),
+        ("stride", windowed, "other tasks are read once", f"{leave}, or {text}"),
     )
     for name, fits, rule, fix in misplaced:
         value = getattr(args, name)

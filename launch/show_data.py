@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +23,7 @@ if TYPE_CHECKING:
     from data.corpus import Corpus
 
 RANKS = (1, 2, 4)
-SHORT = 128  # tokens, as the quotation has it
-QUOTED = '"Adventures with BERT and GPT2" says of such samples that 90 % have less than 128 tokens'
-# The largest number of each flag.
-MOST = {"step": 10**12, "samples": 10_000, "summary": 10**7, "hashes": 10_000}
+SHORT = 128  # tokens
 EXAMPLES = """\
 examples:
   python launch/show_data.py --recipe bert/sotu --step 0 --samples 2
@@ -38,7 +35,7 @@ examples:
   python launch/show_data.py --text my_folder/ --recipe bert/sotu
       your own text: a file, a directory or a glob
   python launch/show_data.py --recipe bert/sotu --summary
-      tokens per document, lengths of samples and share of padding
+      tokens per document of a store, lengths of samples and share of padding
   python launch/show_data.py --recipe bert/sotu --split validation --samples 3
       held-out samples
 
@@ -62,34 +59,20 @@ def build_parser() -> argparse.ArgumentParser:
     arguments.add_recipe_arguments(parser, ends=False, text=True)
     add = parser.add_argument_group("what to show").add_argument
     splits = ("train", "validation", "test")
-    add(
-        "--step",
-        type=int,
-        default=0,
-        metavar="N",
-        help="optimizer step, from 0 (default: %(default)s)",
-    )
-    add(
-        "--samples",
-        type=int,
-        default=2,
-        metavar="N",
-        help="samples to decode (default: %(default)s)",
-    )
+    whole = arguments.whole
+    step = "optimizer step, from 0 (default: %(default)s)"
+    add("--step", type=whole(0, 10**12), default=0, metavar="N", help=step)
+    samples = "samples to decode (default: %(default)s)"
+    add("--samples", type=whole(1, 10_000), default=2, metavar="N", help=samples)
     add("--split", choices=splits, default="train", help="default: %(default)s")
-    lengths = "instead of samples, lengths of documents and samples: of the first N (default: %(const)s) where"
-    lengths += " there are more samples, or documents of a stream"
-    add(
-        "--summary",
-        type=int,
-        nargs="?",
-        default=0,
-        const=10_000,
-        metavar="N",
-        help=lengths,
+    lengths = (
+        "instead of samples, tokens per document of a store, and lengths of the first N samples "
+        "(default: %(const)s)"
     )
+    many: dict[str, Any] = dict(type=whole(1, 10**7), default=0, metavar="N")
+    add("--summary", nargs="?", const=10_000, help=lengths, **many)
     hashes = "instead of samples, hashes of N steps from --step on, as 1, 2 and 4 data-parallel ranks read them"
-    add("--hashes", type=int, default=0, metavar="N", help=hashes)
+    add("--hashes", help=hashes, **many)
     return parser
 
 
@@ -124,14 +107,7 @@ def main() -> int:
 
 
 def check(args: argparse.Namespace, recipe: Recipe) -> None:
-    """Check the flags against their ranges and the recipe. Raises ValueError."""
-    for flag, most in MOST.items():
-        if not 0 <= (given := getattr(args, flag)) <= most:
-            raise ValueError(
-                f"--{flag} {given}: out of range; give a number from 0 to {most:,}"
-            )
-    if not args.samples and not args.hashes:
-        raise ValueError("--samples 0 shows nothing: give 1 or more, or --hashes")
+    """Check the split against the recipe. Raises ValueError."""
     if args.split == "test" and not recipe.data.test_every:
         came = "--split test, but data.test_every is null: the recipe holds no test documents out"
         raise ValueError(f"{came}; --set data.test_every=20")
@@ -167,33 +143,28 @@ def show_samples(recipe: Recipe, corpus: Corpus, args: argparse.Namespace) -> in
 
 
 def show_lengths(recipe: Recipe, corpus: Corpus, most: int) -> int:
-    """Print lengths of documents, of pairs of sentences and of samples, and the share of padding."""
-    from data.lengths import text_lengths
+    """Print lengths of the documents of stores, and of samples, and the share of padding."""
+    import numpy as np
+
+    from data import durable_files
+    from data.corpus import open_origin
+    from data.tokens.opened import opened_store
     from launch.console.progress import bar
 
+    directory = durable_files.cache_directory()
+    quiet = durable_files.quiet
     whole = corpus.summary.get("samples_per_epoch", most)
     length = recipe.sequence_length
-
-    def watched(documents: Iterable[Any]) -> Iterable[Any]:
-        return bar(sys.stderr, iterable=documents, desc="documents", total=most)
-
-    for found in text_lengths(
-        recipe, corpus.tokenizer, most, lambda line: None, watched
-    ):
-        which = (
-            "all documents"
-            if found.whole
-            else f"the first {len(found.documents):,} documents of the stream"
-        )
-        print(
-            f"{found.name}, {which}: tokens per document\n{described(found.documents)}\n"
-        )
-        if found.pairs.size:
-            special = 3  # [CLS] A [SEP] B [SEP]
-            print(
-                f"two sentences in a row as a sample of their own\n{described(found.pairs + special)}"
-            )
-            print(f"  ({QUOTED})\n")
+    for origin in recipe.data.origins:
+        source = open_origin(recipe, origin, quiet)
+        place = (source, corpus.tokenizer, directory, quiet)
+        opened = opened_store(recipe, origin, *place)
+        if opened is None:  # a stream
+            continue
+        ends = np.append(0, np.cumsum(opened.store.sizes, dtype=np.int64))
+        documents = np.diff(ends[np.array(opened.store.document_index)])
+        found = described(documents[documents > 0])
+        print(f"{opened.name}, all documents: tokens per document\n{found}\n")
     if not recipe.model.facts.masked:
         print(
             f"samples: each has {length} tokens and no padding, whatever the documents' lengths"

@@ -49,7 +49,7 @@ DATA = (
     {"tokens"},
     {"samples"},
     {"corpus", "prepare"},
-    {"lengths", "loader", "tasks"},
+    {"loader", "tasks"},
 )
 WITHOUT_TORCH = ("recipes", "ds_configs", "modeling.cost", "launch.console", "launch.planning")
 FILES = sorted(file for package in PACKAGES for file in (ROOT / package).rglob("*.py"))

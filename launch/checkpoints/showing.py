@@ -8,11 +8,9 @@ from pathlib import Path
 from launch.checkpoints import inspection, run_checkpoints
 from launch.checkpoints.manifest import Fault, Manifest
 from launch.checkpoints.run_checkpoints import Checkpoint, DamagedCheckpoint
-from launch.checkpoints.tensor_file import DTYPES
 from launch.console import terminal
 from launch.console.progress import bar
 from launch.console.text_table import NOTHING, aligned, table
-from recipes import files
 from recipes.problems import amount, counted
 
 BY_SIZE = "whole: by its manifest and the sizes of its files; `verify` reads them"
@@ -51,88 +49,40 @@ def _one(each: Checkpoint | DamagedCheckpoint) -> str:
     if isinstance(each, DamagedCheckpoint):
         return terminal.wrapped(str(each), width)
     held = each.manifest
-    types = _dtypes(each)
     progress = held.progress
-    plan = held.plan
-    skipped = (
-        f", {counted(progress.skipped, 'step')} skipped by the loss scaler"
-        if progress.skipped
-        else ""
-    )
-    versions = (
-        f"{name} {version}" for name, version in held.versions.items() if version
-    )
+    versions = [f"{name} {found}" for name, found in held.versions.items() if found]
+    size = f"{amount(held.bytes)} in {counted(len(held.files), 'file')}"
+    tensors = counted(len(held.tensors), "tensor")
     facts = [
         ("checkpoint", each.directory),
         ("recipe", held.recipe.get("title", NOTHING)),
-        ("step", f"{each.step}{skipped}"),
-        ("saved", held.saved or NOTHING),
-        (
-            "saved under",
-            ": ".join(
-                map(str, filter(None, (plan.get("ds_name"), _saved_under(held))))
-            ),
-        ),
-        ("by", ", ".join(versions) or NOTHING),
-        ("size", f"{amount(held.bytes)} in {counted(len(held.files), 'file')}"),
-        ("holds", f"{', '.join(held.kinds)} of {counted(len(held.tensors), 'tensor')}"),
+        ("step", f"{each.step}, {progress.skipped} skipped by the loss scaler"),
+        ("saved", held.saved),
+        ("saved under", f"{held.plan.get('ds_name', '')}: {_saved_under(held)}"),
+        ("by", ", ".join(versions)),
+        ("holds", f"{', '.join(held.kinds)} of {tensors}, {size}"),
         ("state", BY_SIZE.replace(":", "")),
     ]
     rows = []
     for name, tensor in held.tensors.items():
         shape = " x ".join(map(str, tensor.shape))
-        pieces = sum(map(len, tensor.series))
-        rows.append((name, shape, pieces, _type(types[name], tensor.form)))
-    shown = table(rows, ("tensor", "shape", "pieces", "type"), "llrl", width)
+        rows.append((name, shape, sum(map(len, tensor.series)), tensor.form))
+    shown = table(rows, ("tensor", "shape", "pieces", "form"), "llrl", width)
     return f"{aligned(facts, width=width)}\n\n{shown}"
-
-
-def _dtypes(checkpoint: Checkpoint) -> dict[str, dict[str, str]]:
-    """Map each tensor and kind to its type, from the headers of the files. Raises FileError."""
-    found: dict[str, dict[str, str]] = {
-        name: {} for name in checkpoint.manifest.tensors
-    }
-    for file in checkpoint.manifest.files:
-        for key, tensor in files.read_safetensors_header(
-            checkpoint.directory / file
-        ).items():
-            kind, _, name = key.partition("/")
-            if name in found:
-                found[name][kind] = str(
-                    DTYPES.get(tensor.dtype, tensor.dtype)
-                ).removeprefix("torch.")
-    return found
-
-
-def _type(types: dict[str, str], form: str) -> str:
-    """Name the type of all kinds, or of each kind if they differ, and another form than the canonical one."""
-    alike = len(set(types.values())) == 1
-    said = (
-        next(iter(types.values()))
-        if alike
-        else ", ".join(f"{kind} {t}" for kind, t in types.items())
-    )
-    return said if form == "canonical" else f"{said}, as {form} has it"
 
 
 def _saved_under(held: Manifest) -> str:
     """Name layout, ZeRO stage, offload and precision."""
     plan = held.plan
-    layout = held.plan.get("layout")
-    layout = layout if isinstance(layout, dict) else {}
-    degrees = " x ".join(
+    layout = plan.get("layout")
+    layout = layout if isinstance(layout, dict) else {}  # a manifest may hold anything
+    degrees = [
         f"{kind} {layout[kind]}" for kind in ("tp", "pp", "dp") if kind in layout
-    )
-    stage = f"ZeRO-{plan['zero_stage']}" if "zero_stage" in plan else ""
-    offload = (
-        f"offload {plan['offload']}" if plan.get("offload", "none") != "none" else ""
-    )
-    return (
-        ", ".join(
-            map(str, filter(None, (degrees, stage, offload, plan.get("precision"))))
-        )
-        or NOTHING
-    )
+    ]
+    facts = [" x ".join(degrees), f"ZeRO-{plan.get('zero_stage', NOTHING)}"]
+    if plan.get("offload", "none") != "none":
+        facts.append(f"offload {plan['offload']}")
+    return ", ".join([*facts, str(plan.get("precision", NOTHING))])
 
 
 # --- verify

@@ -13,8 +13,7 @@ quotation marks, which Megatron-LM scores, too.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Literal
@@ -24,7 +23,7 @@ from data.durable_files import quiet
 from data.text.encoder import UNSPACED
 from data.text.given_text import text_settings
 from data.text.hub import HubSource
-from data.text.records import MAX_RECORD_BYTES, BrokenRecord, decode_payload
+from data.text.records import MAX_RECORD_BYTES, BrokenRecord, RawRecord, decode_payload
 from data.text.sources import files_of, format_of
 from data.text.text_files import numbered_lines
 from recipes.problems import Key, Problem, ProblemsError, Setting, Words
@@ -53,107 +52,71 @@ class TaskText:
         variant: which form of the task; "" where there is one.
         source: file or data set.
         words, bytes: of the original text; None: the task counts none.
-        broken: rows that were left out, each with its reason.
     """
 
     variant: str
     source: str
     words: int | None = None
     bytes: int | None = None
-    broken: tuple[str, ...] = ()
 
 
-class Rows:
-    """Rows of files or of a data set.
+def rows_of(
+    flag: str, place: str | HubSource, column: str | None, *, whole: bool = False
+) -> Iterator[str]:
+    """Yield the rows of files or of a data set, empty ones too; of plain text its lines, or `whole` files.
 
-    Attributes:
-        source: where they are.
-        broken: descriptions of those that could not be read, so far.
+    Raises ProblemsError: the files of the flag, the data set or a row cannot be read.
     """
-
-    def __init__(self, flag: str, place: str | HubSource, column: str | None):
-        """Open the files of a flag, or a data set of the hub. Raises ProblemsError."""
-        self.broken: list[str] = []
-        self._flag = flag
-        self._place: Origin | HubSource
-        if isinstance(place, HubSource):
-            self.source = place.name
-            self._place = replace(place, text_column=column or "text")
-        else:
-            self.source = place
-            self._place = _files(flag, place, column)
-
-    def read(self, *, by_line: bool = True) -> Iterator[str]:
-        """Yield the rows, empty ones too; of plain text its lines, or else whole files.
-
-        Raises ProblemsError where no row has text.
-        """
-        is_empty = True
-        for row in self._records(by_line):
-            if isinstance(row, BrokenRecord):
-                reason = row.render(_in_flags)
-                self.broken.append(f"{row.file}:{row.number}: {reason}")
-            else:
-                is_empty = is_empty and not row.strip()
-                yield row
-        if is_empty:
-            raise self.nothing_left()
-
-    def _records(self, by_line: bool) -> Iterator[str | BrokenRecord]:
-        place = self._place
-        if isinstance(place, HubSource):
-            fix = f"check the network, or give a copy with {self._flag} FILE (JSON lines, parquet or text)"
-            with _told(self._flag, self.source, fix):
-                for raw in place.records():
-                    yield raw if isinstance(raw, BrokenRecord) else str(raw.payload)
-            return
-        form = format_of(place)
-        lines = by_line and place.source == "text"
-        parse = decode_payload if lines else form.parse
-        for file in files_of(place):
-            records = form.frame(file.path)
-            if lines:
-                records = numbered_lines(file.path, MAX_RECORD_BYTES)
-            for raw in records:
-                yield raw if isinstance(raw, BrokenRecord) else parse(raw) or ""
-
-    def nothing_left(self) -> ProblemsError:
-        """Make the refusal of rows without any text to score."""
-        came = f"{self.source}: nothing is left to score"
-        rule = "it holds no text"
-        if self.broken:
-            rule = f"{len(self.broken)} broken examples, the first: {self.broken[0]}"
-        return ProblemsError.of(self._flag, came, rule, "give another text")
-
-
-def _files(flag: str, place: str, column: str | None) -> Origin:
-    """Return the files of a flag and how to read them. Raises ProblemsError."""
-    with _told(flag, f"{flag} {place}"):
-        stated = text_settings(place, column)
-    stated.pop("data.blend")
-    named = {key.removeprefix("data."): value for key, value in stated.items()}
-    origin = Origin(**named)
-    if column and origin.source == "text":
-        came = f"--column {column}"
-        raise ProblemsError.of(
-            "--column", came, f"{place} is plain text", "leave it out"
-        )
-    return origin
-
-
-@contextmanager
-def _told(flag: str, where: str, fix: str | None = None) -> Iterator[None]:
-    """Tell the problems of a recipe's data in the words of this command's flags."""
     try:
-        yield
+        if isinstance(place, HubSource):
+            place = replace(place, text_column=column or "text")
+            found: Iterator[str | BrokenRecord | None] = (
+                _found(raw, lambda raw: raw.payload) for raw in place.records()
+            )
+        else:
+            found = _rows_of_files(place, column, whole)
+        for row in found:
+            if isinstance(row, BrokenRecord):
+                came = f"{row.file}:{row.number}: {row.kind}"
+                raise ProblemsError.of(flag, came, row.detail)
+            yield row or ""
     except ProblemsError as error:
         problems = []
         for each in error.problems:
-            found = replace(each, where=where)
-            if fix is not None:
-                found = replace(found, came="", fix=fix)
-            problems.append(Problem(flag, found.render(_in_flags)))
+            told = replace(each, where=f"{flag} {place}")
+            if isinstance(place, HubSource):
+                fix = f"check the network, or give a copy with {flag} FILE (JSON lines, parquet or text)"
+                told = replace(each, where=place.name, came="", fix=fix)
+            problems.append(Problem(flag, told.render(_in_flags)))
         raise ProblemsError(problems) from error
+
+
+def _found(
+    raw: RawRecord | BrokenRecord, parse: Callable[[RawRecord], Any]
+) -> str | BrokenRecord | None:
+    """Return the text of a record, or what is broken of it."""
+    return raw if isinstance(raw, BrokenRecord) else parse(raw)
+
+
+def _rows_of_files(
+    place: str, column: str | None, whole: bool
+) -> Iterator[str | BrokenRecord | None]:
+    stated = text_settings(place, column)
+    stated.pop("data.blend")
+    named = {key.removeprefix("data."): value for key, value in stated.items()}
+    origin = Origin(**named)
+    is_plain = origin.source == "text"
+    if column and is_plain:
+        came = f"--column {column}"
+        raise ProblemsError.of("--column", came, "it is plain text", "leave it out")
+    form = format_of(origin)
+    for file in files_of(origin):
+        if is_plain and not whole:
+            for line in numbered_lines(file.path, MAX_RECORD_BYTES):
+                yield _found(line, decode_payload)
+        else:
+            for record in form.frame(file.path):
+                yield _found(record, form.parse)
 
 
 def _in_flags(words: Words) -> str:
@@ -162,11 +125,19 @@ def _in_flags(words: Words) -> str:
     return "--column" if isinstance(words, Key) else str(words)
 
 
-def _as_dataset(documents: list[dict[str, Any]], facts: TaskText) -> dict[str, Any]:
-    """Return what lm-eval takes for a data set, with the facts that a score keeps."""
+def _as_dataset(
+    flag: str, documents: Sequence[Mapping[str, Any]], facts: TaskText
+) -> dict[str, Any]:
+    """Return what lm-eval takes for a data set, with the facts that a score keeps.
+
+    Raises ProblemsError: there is no document.
+    """
     import datasets
 
-    return {"test": datasets.Dataset.from_list(documents), FACTS: facts}
+    if not documents:
+        came = f"{facts.source}: nothing is left to score"
+        raise ProblemsError.of(flag, came, "it holds no text", "give another text")
+    return {"test": datasets.Dataset.from_list([*documents]), FACTS: facts}
 
 
 def perplexity(
@@ -187,15 +158,14 @@ def perplexity(
         numbers = range(len(built.validation))[:limit]
         samples = built.validation.take(numbers)["window"]
         documents = [{"text": sample.tolist()} for sample in samples]
-        return _as_dataset(
-            documents, TaskText("held out", str(built.summary["source"]))
-        )
-    rows = Rows("--text", text, column)
-    texts = [*islice(filter(str.strip, rows.read(by_line=False)), limit)]
+        facts = TaskText("held out", str(built.summary["source"]))
+        return _as_dataset("--text", documents, facts)
+    rows = rows_of("--text", text, column, whole=True)
+    texts = [*islice(filter(str.strip, rows), limit)]
     words = sum(len(_WORD.findall(each)) for each in texts)
     size = sum(len(each.encode()) for each in texts)
-    facts = TaskText("documents", text, words, size, tuple(rows.broken))
-    return _as_dataset([{"text": each} for each in texts], facts)
+    facts = TaskText("documents", text, words, size)
+    return _as_dataset("--text", [{"text": each} for each in texts], facts)
 
 
 def original_tokens(text: str) -> int:
@@ -216,19 +186,12 @@ def wikitext103(
     # Megatron-LM's rules, of tasks/zeroshot_gpt/detokenizer.py.
     from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
 
-    rows = Rows("--data", file or WIKITEXT103, column)
-    lines = [row or BLANK for row in islice(rows.read(), limit)]
+    rows = rows_of("--data", file or WIKITEXT103, column)
+    lines = [row or BLANK for row in islice(rows, limit)]
     text = "".join(lines).strip()
-    if not text:
-        raise rows.nothing_left()
-    words = original_tokens(text)
-    document = {"text": wikitext_detokenizer({"page": text}), "words": words}
-    facts = TaskText("", rows.source, words, broken=tuple(rows.broken))
-    return _as_dataset([document], facts)
-
-
-def per_word(document: Mapping[str, Any], results: Sequence[float]) -> dict[str, Any]:
-    return {"perplexity_per_word": (results[0], document["words"])}
+    documents = [{"text": wikitext_detokenizer({"page": text})}] if text else []
+    facts = TaskText("", file or WIKITEXT103.name, original_tokens(text))
+    return _as_dataset("--data", documents, facts)
 
 
 def lambada(
@@ -243,20 +206,20 @@ def lambada(
     Raises ProblemsError: the file cannot be read, or is of the other variant.
     """
     variant = variant or "original"
-    rows = Rows("--data", file or LAMBADA[variant], column)
-    passages = list[dict[str, Any]]()
-    for number, row in enumerate(islice(rows.read(), limit), 1):
+    source = file or LAMBADA[variant].name
+    rows = rows_of("--data", file or LAMBADA[variant], column)
+    passages = []
+    for number, row in enumerate(islice(rows, limit), 1):
         before, _blank, word = row.strip().rpartition(" ")
-        if before.strip() and word:
+        if before.strip():
             passages.append({"before": before, "last_word": f" {word}"})
-        elif row.strip():
-            came = f"{rows.source}: passage {number} has one word"
-            rows.broken.append(f"{came}: there is nothing to guess it from")
-    if not passages:
-        raise rows.nothing_left()
-    _check_variant(variant, passages, rows.source)
-    facts = TaskText(variant, rows.source, broken=tuple(rows.broken))
-    return _as_dataset(passages, facts)
+        elif word:
+            came = f"{source}: passage {number} has one word"
+            rule = "there is nothing to guess it from"
+            raise ProblemsError.of("--data", came, rule, "remove it")
+    found = _as_dataset("--data", passages, TaskText(variant, source))
+    _check_variant(variant, passages, source)
+    return found
 
 
 def _check_variant(
@@ -275,10 +238,3 @@ def _check_variant(
 
 def likelihood(_document: Any, results: Sequence[float]) -> dict[str, float]:
     return {"log_likelihood": results[0]}
-
-
-def of_last_word(
-    _passage: Any, results: Sequence[tuple[float, bool]]
-) -> dict[str, float]:
-    ((log_likelihood, right),) = results
-    return {"accuracy": float(right), "perplexity_of_last_word": log_likelihood}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -11,12 +11,10 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from data.durable_files import write_atomically
-from launch.console.text_table import aligned, number, table
+from launch.console.text_table import aligned
 from recipes import catalog, files
-from recipes.schema import Downstream
 
 SCORES = "scores.json"  # in the directory of a run
-SHOWN_BROKEN = 3
 # of language models scored on the tasks of launch/score.py
 TABLE = "megatron_paper_results"
 # Data of the published scores: original tokens, T_o of arXiv 1909.08053, appendix E.1; passages of OpenAI's
@@ -27,13 +25,11 @@ WORDS = {
     "accuracy": "accuracy",
     "perplexity": "perplexity",
     "perplexity_of_last_word": "perplexity of the last word",
-    "accuracy_of_last_token": "accuracy of its last token",
     "perplexity_per_word": "perplexity per word",
     "tokens_per_word": "tokens per original token",
     "bits_per_byte": "bits per byte",
     "loss_per_token": "loss per token (nats)",
     "perplexity_per_token": "perplexity per token",
-    "accuracy_per_token": "accuracy per token",
 }
 
 
@@ -68,7 +64,6 @@ class Score:
     tokens: int
     words: int | None
     limited: bool
-    broken: tuple[str, ...]
     cut: int
     window: int
     stride: int | None
@@ -88,9 +83,22 @@ class Score:
     @property
     def on_other_data(self) -> bool:
         """Tell by size and variant whether published scores of the task were measured on other data."""
-        size = self.examples + len(self.broken) if self.words is None else self.words
+        size = self.examples if self.words is None else self.words
         whole = PUBLISHED_SIZES.get(self.task, size)
         return self.variant == "original" or abs(size - whole) > whole / 100
+
+    @property
+    def data(self) -> str:
+        """Return the data in words."""
+        part = ", a part of it (--limit)" * self.limited
+        other = f", {OTHER_DATA}" * self.on_other_data
+        return f"{self.source}{part}{other}"
+
+    @property
+    def windowed(self) -> str:
+        """Return the windows in words."""
+        stride = f", stride {self.stride:,}" if self.stride else ""
+        return f"windows of {self.window:,}{stride}"
 
     @property
     def name(self) -> str:
@@ -107,13 +115,13 @@ def to_json(scores: Sequence[Score]) -> str:
     for score in scores:
         published = [asdict(each) for each in published_next_to(score.task)]
         other = score.on_other_data
-        found.append(
-            {**asdict(score), "published": published, "published_on_other_data": other}
-        )
-    return (
-        json.dumps(found if len(found) > 1 else found[0], indent=2, ensure_ascii=False)
-        + "\n"
-    )
+        more = {"published": published, "published_on_other_data": other}
+        found.append(asdict(score) | more)
+    return _json(found if len(found) > 1 else found[0])
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
 
 
 def read_scores(run: Path) -> tuple[Score, ...]:
@@ -121,24 +129,20 @@ def read_scores(run: Path) -> tuple[Score, ...]:
     path = run / SCORES
     if not path.exists():
         return ()
-    found = files.checked(_KEPT, {"scores": None} | files.read_json_object(path), path)[
-        "scores"
-    ]
+    held = {"scores": None} | files.read_json_object(path)
+    found = files.checked(_KEPT, held, path)["scores"]
     for score in found:
         if not score.figures:
-            files.refuse(
-                path, f"has no figures of {score.task}", "a score has one or more"
-            )
+            came = f"has no figures of {score.task}"
+            files.refuse(path, came, "a score has one or more")
     return found
 
 
 def keep(run: Path, score: Score) -> Path:
     """Add a score to scores.json of its run. Raises FileError if the file is broken, or OSError."""
     others = [each for each in read_scores(run) if each.key != score.key]
-    held = {"scores": [asdict(each) for each in (*others, score)]}
-    write_atomically(
-        run / SCORES, json.dumps(held, indent=2, ensure_ascii=False) + "\n"
-    )
+    held = [asdict(each) for each in (*others, score)]
+    write_atomically(run / SCORES, _json({"scores": held}))
     return run / SCORES
 
 
@@ -155,97 +159,56 @@ def figure_text(name: str, value: float) -> str:
 
 
 def describe(score: Score, width: int | None = None) -> str:
-    """Return figures and facts in two columns, followed by the published figures of the task."""
-    lines = aligned(_lines(score), width=width)
-    beside = published_next_to(score.task)
-    if not beside:
-        return lines
-    (figure,) = {each.figure for each in beside}
-    rows = [
-        (
-            "this model",
-            figure_text(figure, score.figures[figure]),
-            OTHER_DATA * score.on_other_data,
-        )
-    ]
-    rows += [(each.model, each.printed, each.source) for each in beside]
-    return f"{lines}\n\n{table(rows, ('', WORDS[figure], 'source'), 'lrl', width)}"
-
-
-def _lines(score: Score) -> Iterator[tuple[str, str]]:
+    """Return figures, facts and the published figures of the task in two columns."""
     step = "" if score.step is None else f", step {score.step:,}"
     step = ", weights drawn at random" if score.from_scratch else step
-    yield "model", f"{score.model}{step}, {score.parameters:,} parameters"
-    part = " (a part of it: --limit)" if score.limited else ""
-    yield "task", f"{score.name} of {score.source}{part}"
-    for name, value in score.figures.items():
-        yield figure_name(name), figure_text(name, value)
-    read = f"{score.windows:,} windows of {score.window:,}"
-    stride = f", stride {score.stride:,}" if score.stride else ""
     words = "" if score.words is None else f", {score.words:,} original tokens"
-    yield (
-        "read",
-        f"{score.examples:,} examples, {read}{stride}; {score.tokens:,} tokens count{words}",
+    cut = f"; {score.cut:,} cut to their last tokens" if score.cut else ""
+    read = f"{score.examples:,} examples, {score.windows:,} {score.windowed}{cut}"
+    run = (
+        f"{score.layout}, {score.precision}, batch {score.batch}: {score.seconds:.1f} s"
     )
-    if score.cut:
-        yield (
-            "cut",
-            f"{score.cut:,} texts are longer than the window: their last tokens are read",
-        )
-    if score.broken:
-        first = "; ".join(score.broken[:SHOWN_BROKEN])
-        yield "left out", f"{len(score.broken):,} broken examples: {first}"
-    yield "run with", f"{score.layout}, {score.precision}, batch {score.batch}"
-    speed = number(score.windows / score.seconds) if score.seconds else ""
-    yield "time", f"{score.seconds:.1f} s, {speed} windows/s on {score.hardware}"
+    lines = [
+        ("model", f"{score.model}{step}, {score.parameters:,} parameters"),
+        ("task", f"{score.name} of {score.data}"),
+    ]
+    for name, value in score.figures.items():
+        lines.append((figure_name(name), figure_text(name, value)))
+    for each in published_next_to(score.task):
+        figure = f"{figure_name(each.figure)} {each.printed}"
+        lines.append(("published", f"{figure}, {each.model}: {each.source}"))
+    lines.append(("read", f"{read}; {score.tokens:,} tokens count{words}"))
+    lines.append(("run with", f"{run} on {score.hardware}"))
+    return aligned(lines, width=width)
 
 
 @dataclass(frozen=True)
 class PublishedScore:
-    """A published score.
-
-    Attributes:
-        figure: its name in `figures`.
-        value: a share of 1 for figures printed in percent.
-    """
+    """A published score. `figure`: its name in `figures`; `printed`: with its unit."""
 
     model: str
-    task: str
     figure: str
-    value: float
     printed: str
     source: str
 
 
-def published_next_to(task: str) -> tuple[PublishedScore, ...]:
-    """Return the published scores of a task."""
-    return tuple(each for each in published_scores() if each.task == task)
-
-
 @cache
-def published_scores() -> tuple[PublishedScore, ...]:
-    """Return all published scores of the table; after each row its "best before it"."""
-    found: list[PublishedScore] = []
-    for name in (name for name in catalog.titles() if name.startswith(f"{TABLE}/")):
-        recipe = catalog.load(name)
-        published = recipe.published
-        if published is not None:
-            model = f"{recipe.model.facts.title} {published.size_label} ({published.framework})"
-            found += _of(model, published.downstream, published.source)
-            found += _of("best before it", published.previous, published.source)
+def published_next_to(task: str) -> tuple[PublishedScore, ...]:
+    """Return the published scores of a task, after each row its "best before it"."""
+    found = []
+    for name in catalog.titles():
+        recipe = catalog.load(name) if name.startswith(f"{TABLE}/") else None
+        published = recipe.published if recipe else None
+        if recipe is None or published is None or task not in PUBLISHED_SIZES:
+            continue
+        model = (
+            f"{recipe.model.facts.title} {published.size_label} ({published.framework})"
+        )
+        printed_by = {model: published.downstream, "best before it": published.previous}
+        for who, printed in printed_by.items():
+            of_task = getattr(printed, task, None)
+            for figure, value in of_task or ():
+                unit = " %" if figure == "accuracy" else ""
+                one = PublishedScore(who, figure, f"{value:g}{unit}", published.source)
+                found.append(one)
     return tuple(found)
-
-
-def _of(
-    model: str, printed: Downstream | None, source: str
-) -> Iterator[PublishedScore]:
-    if printed and printed.wikitext103:
-        perplexity = printed.wikitext103.perplexity
-        yield PublishedScore(
-            model, "wikitext103", "perplexity", perplexity, f"{perplexity:g}", source
-        )
-    if printed and printed.lambada:
-        percent = printed.lambada.accuracy
-        yield PublishedScore(
-            model, "lambada", "accuracy", percent / 100, f"{percent:g} %", source
-        )

@@ -9,13 +9,11 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import lm_eval
 import torch
-from accelerate import dispatch_model, infer_auto_device_map
 from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
@@ -26,16 +24,12 @@ from data.samples.documents import places_in_documents
 from data.text.encoder import end_of_document
 from data.text.vocabulary import unused_numbers
 from launch.console import terminal
-from launch.console.arguments import place_problem
 from launch.evaluation.protocols import FACTS, TASKS, TaskText
-from launch.evaluation.scores import WORDS, Score, describe, keep, to_json
+from launch.evaluation.scores import Score, describe, keep, to_json
 from launch.evaluation.trained_model import TrainedModel
 from launch.machine import description
-from launch.ranks import ending, processes
-from launch.weights import foreign_weights
+from launch.ranks import ending
 from modeling import cost
-from modeling.families import drawn_parameters
-from modeling.generation import in_transformers
 from modeling.initialization import DTYPES
 from recipes.problems import Problem, ProblemsError, counted, nearest, some
 
@@ -57,17 +51,18 @@ class ScoringJob:
 
     Attributes:
         given: directory of the model as the user typed it.
-        texts: what our own tasks read, by name: arguments of their functions in `protocols`.
+        texts: what our own tasks read: arguments of their functions in `protocols`.
         window: tokens read at once.
         stride: tokens from one window to the next; None: the task's default.
         limit: largest number of documents.
         from_scratch: draw the weights by the recipe's seed.
+        kept_in: the run whose scores these are; None: no run's, or another user's.
     """
 
     given: str
     model: TrainedModel
     tasks: Sequence[str]
-    texts: Mapping[str, Mapping[str, Any]]
+    texts: dict[str, Any]
     include_path: str | None
     window: int
     stride: int | None
@@ -75,6 +70,7 @@ class ScoringJob:
     batch: int
     precision: str
     from_scratch: bool
+    kept_in: Path | None
     out: Path | None
 
     def stride_of(self, task: str) -> int | None:
@@ -85,11 +81,11 @@ class ScoringJob:
 
 @dataclass(frozen=True)
 class LoadedTask:
-    """One requested name with the tasks behind it. `text`: facts on the data of our own tasks."""
+    """One requested name with the tasks behind it. `text`: facts on the data."""
 
     name: str
     loaded: Mapping[str, Any]
-    text: TaskText | None
+    text: TaskText
 
 
 def load(job: ScoringJob) -> list[LoadedTask]:
@@ -98,30 +94,20 @@ def load(job: ScoringJob) -> list[LoadedTask]:
     Raises ValueError: a name is unknown, or data cannot be read.
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    managers = {}
-    for name, stated in job.texts.items():
-        own = dict(include_path=OWN, include_defaults=False, metadata=dict(stated))
-        managers[name] = TaskManager(**own)
+    own = TaskManager(include_path=OWN, include_defaults=False, metadata=job.texts)
+    others = [name for name in job.tasks if name not in TASKS]
+    theirs = own
+    if others:  # which indexes some thousand task files
+        theirs = TaskManager(include_path=job.include_path)
     problems = []
-    for name in job.tasks:
-        if name in TASKS:
-            continue
-        managers[name] = theirs = _theirs(job.include_path)
+    for name in others:
         if name not in theirs.all_tasks:
-            near = nearest(name, [*theirs.all_tasks, *TASKS])
-            fix = "`lm_eval ls tasks` lists them"
-            if near:
-                fix = f"did you mean {some(near)}?"
+            near = some(nearest(name, [*theirs.all_tasks, *TASKS]))
+            fix = f"did you mean {near}?" if near else "`lm_eval ls tasks` lists them"
             problems.append(Problem("--tasks", name, f"{SOURCE} has no such task", fix))
     if problems:
         raise ProblemsError(problems)
-    return [_loaded(name, managers[name]) for name in job.tasks]
-
-
-@cache
-def _theirs(include_path: str | None) -> TaskManager:
-    """Index lm-eval's task files, some thousand, and those of the user."""
-    return TaskManager(include_path=include_path)
+    return [_loaded(name, theirs if name in others else own) for name in job.tasks]
 
 
 def _loaded(name: str, manager: TaskManager) -> LoadedTask:
@@ -130,7 +116,7 @@ def _loaded(name: str, manager: TaskManager) -> LoadedTask:
         (task,) = loaded["tasks"].values()
         return LoadedTask(name, loaded, task.dataset[FACTS])
     try:
-        return LoadedTask(name, manager.load([name]), None)
+        return LoadedTask(name, manager.load([name]), TaskText("", SOURCE))
     # datasets, huggingface_hub, httpx and fsspec each raise their own
     except Exception as error:
         first = (str(error).splitlines() or [""])[0][:200]
@@ -157,13 +143,9 @@ class ScoredModel(HFLM):
     """
 
     def __init__(self, job: ScoringJob):
-        recipe = job.model.recipe
         tokenizer = job.model.tokenizer
         tokenizer.split_special_tokens = True  # spelled out in a text they are text
-        weights: Mapping[str, Tensor] = drawn_parameters(recipe)
-        if not job.from_scratch:
-            weights = foreign_weights.read(job.model.weights, recipe)
-        model = in_transformers(recipe, weights, DTYPES[job.precision])
+        model = job.model.loaded(DTYPES[job.precision], drawn=job.from_scratch)
         self._job = job
         self._never = unused_numbers(tokenizer)
         self._kept = 0  # last positions that need logits; 0: all
@@ -174,7 +156,7 @@ class ScoredModel(HFLM):
         # samples of a sparse model have no padding
         batch = 1 if model.sparse else job.batch
         super().__init__(
-            on_devices(model),
+            model,
             backend="causal",
             tokenizer=tokenizer,
             max_length=job.window,
@@ -287,16 +269,6 @@ def windows_of(
         yield before, after
 
 
-def on_devices(model: Any) -> Any:
-    """Put a model on the device; of one that is too large whole layers on the next ones, and the host."""
-    if not processes.device().own_memory:
-        return model
-    places = infer_auto_device_map(
-        model, no_split_module_classes=model._no_split_modules
-    )
-    return dispatch_model(model, places)
-
-
 def measure(
     task: LoadedTask, model: ScoredModel, limit: int | None
 ) -> Iterator[tuple[str, dict[str, float], int]]:
@@ -334,12 +306,15 @@ def _figures(values: Mapping[str, Any]) -> dict[str, float]:
 def figures_of(
     name: str, found: Mapping[str, float], seen: Seen, text: TaskText
 ) -> dict[str, float]:
-    """Return the figures of one of our tasks, its main figure first.
+    """Return the figures of a task, its main figure first.
 
     `found`: lm-eval's; those of a whole text are per token that counts, and per word and byte of the original.
     """
+    if name not in TASKS:
+        return dict(found)
     if name == "lambada":
-        return {each: value for each, value in found.items() if each in WORDS}
+        right = found["acc"]
+        return {"accuracy": right, "perplexity_of_last_word": found["perplexity"]}
     nll = -seen.log_likelihood
     loss = nll / seen.tokens
     figures = {"perplexity": exponential(loss)}
@@ -359,19 +334,14 @@ def exponential(nats: float) -> float:
 
 def run(job: ScoringJob, tasks: Sequence[LoadedTask]) -> None:
     """Load the model, score it on every task, and write the scores."""
-    if not job.from_scratch:
-        for line in job.model.said():
-            terminal.say(line, sys.stderr)
     model = ScoredModel(job)
     made: list[Score] = []
     for task in tasks:
         for score in _scores(job, task, model):
             made.append(score)
             print(describe(score, terminal.columns()))
-            place = None if job.from_scratch else job.model.run
-            # else it is another user's
-            if place is not None and not (job.out and place_problem(place)):
-                terminal.say(f"kept in {keep(place, score)}", sys.stderr)
+            if job.kept_in:
+                terminal.say(f"kept in {keep(job.kept_in, score)}", sys.stderr)
     if job.out:
         job.out.write_text(to_json(made))
 
@@ -382,11 +352,9 @@ def _scores(job: ScoringJob, task: LoadedTask, model: ScoredModel) -> Iterator[S
     model.task = task.name
     model.seen = seen = Seen()
     recipe = job.model.recipe
-    text = task.text or TaskText("", SOURCE)
+    text = task.text
     devices = {parameter.device for parameter in model.model.parameters()}
     for name, figures, examples in measure(task, model, job.limit):
-        if task.text:
-            figures = figures_of(name, figures, seen, task.text)
         yield Score(
             model=job.given,
             parameters=cost.parameters(recipe.model, recipe.positions),
@@ -394,13 +362,12 @@ def _scores(job: ScoringJob, task: LoadedTask, model: ScoredModel) -> Iterator[S
             task=name,
             variant=text.variant,
             source=text.source,
-            figures=figures,
+            figures=figures_of(task.name, figures, seen, text),
             examples=examples,
             windows=seen.windows,
             tokens=seen.tokens,
             words=text.words,
             limited=job.limit is not None,
-            broken=text.broken,
             cut=seen.cut,
             window=job.window,
             stride=job.stride_of(task.name),

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerFast
 
 from data.text.vocabulary import gpt2_tokenizer, missing_roles, vocabulary_size
 from data.text.vocabulary_files import read_tokenizer
+from launch.console import terminal
+from launch.ranks import processes
 from launch.records import vocabulary
+from launch.weights import foreign_weights
 from launch.weights.foreign_weights import RunWeights
-from launch.weights.initial_weights import KEY as INIT_FROM
 from launch.weights.initial_weights import InitialWeights
+from modeling.families import drawn_parameters
+from modeling.generation import in_transformers
 from recipes import catalog
 from recipes.families import GPT2_VOCABULARY
 from recipes.problems import Problem, ProblemsError
@@ -49,13 +56,37 @@ class TrainedModel:
         """Return True if the model continues prompts, False if it fills in masks."""
         return not self.recipe.model.facts.masked
 
-    def said(self) -> Iterator[str]:
-        """Yield lines that say which weights these are."""
-        return (f"weights: {remark}" for remark in self.remarks or (str(self.weights),))
+    def loaded(self, dtype: torch.dtype, *, drawn: bool = False) -> Any:
+        """Return the model as `transformers` has it, on the devices, and say which weights these are.
+
+        `drawn`: not the trained weights, but those that the recipe's seed draws.
+        """
+        weights: Mapping[str, torch.Tensor]
+        if drawn:
+            weights = drawn_parameters(self.recipe)
+        else:
+            for remark in self.remarks or (str(self.weights),):
+                terminal.say(f"weights: {remark}", sys.stderr)
+            weights = foreign_weights.read(self.weights, self.recipe)
+        return on_devices(in_transformers(self.recipe, weights, dtype))
+
+
+def on_devices(model: Any) -> Any:
+    """Put a model on the device; of one that is too large whole layers on the next ones, and the host."""
+    if not processes.device().own_memory:
+        return model
+    import accelerate
+    from deepspeed.accelerator import get_accelerator
+
+    whole = model._no_split_modules
+    places = accelerate.infer_auto_device_map(model, no_split_module_classes=whole)
+    if len({*places.values()}) > 1:
+        return accelerate.dispatch_model(model, places)
+    return model.to(get_accelerator().current_device_name())
 
 
 def open_model(
-    given: str,
+    directory: str,
     tokenizer: str | None = None,
     check: Callable[[Recipe], None] = lambda recipe: None,
     stated: Sequence[str] = (),
@@ -65,24 +96,7 @@ def open_model(
     `check` raises ProblemsError for an unsuitable model, before the search for a vocabulary. `stated`: values
     of --weights_args. Raises ProblemsError for missing or incomplete weights, or for a foreign vocabulary.
     """
-    try:
-        return _open(InitialWeights(given, stated=stated), tokenizer, check)
-    except ProblemsError as error:
-        keys = {INIT_FROM: KEY}  # of weights: in the words of this command
-        told = [
-            replace(
-                each,
-                key=keys.get(each.key, each.key),
-                where=each.where.removeprefix(f"{INIT_FROM} "),
-            )
-            for each in error.problems
-        ]
-        raise ProblemsError(told) from None
-
-
-def _open(
-    given: InitialWeights, tokenizer: str | None, check: Callable[[Recipe], None]
-) -> TrainedModel:
+    given = InitialWeights(directory, KEY, stated)
     run = None
     step = None
     saved = given.saved()

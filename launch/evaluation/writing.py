@@ -19,14 +19,7 @@ from launch.console import terminal
 from launch.console.progress import bar
 from launch.evaluation.trained_model import TrainedModel
 from launch.ranks import ending
-from launch.weights import foreign_weights
-from modeling.generation import (
-    Decoding,
-    EndReason,
-    continued,
-    fill_masks,
-    in_transformers,
-)
+from modeling.generation import Decoding, EndReason, continued, fill_masks
 from recipes import files
 from recipes.families import FAMILIES
 from recipes.problems import MOST, Problem
@@ -188,41 +181,28 @@ class ScreenStream(TextStreamer):
 
 def run(job: WritingJob) -> None:
     """Load the model and write the texts."""
-    from deepspeed.accelerator import get_accelerator
-
-    for line in job.model.said():
-        terminal.say(line, sys.stderr)
-    weights = foreign_weights.read(job.model.weights, job.model.recipe)
-    model = in_transformers(job.model.recipe, weights, getattr(torch, job.dtype))
-    model.to(get_accelerator().current_device_name())
+    model = job.model.loaded(getattr(torch, job.dtype))
     stream = None
     if job.is_single and job.model.continues:
         stream = ScreenStream(job.model.tokenizer, skip_special_tokens=True)
     total = len(job.prompts) * job.samples
     count = 0
     began = time.perf_counter()
+    # Texts in a terminal show the progress themselves.
+    hidden = job.out is None and (stream is not None or sys.stdout.isatty())
+    texts = write(model, job, stream)
+    if not hidden:
+        texts = bar(sys.stderr, iterable=texts, total=total, unit="text")
     with job.out.open("x", encoding="utf-8") if job.out else nullcontext() as file:
-        # Texts in a terminal show the progress themselves.
-        hidden = job.out is None and (stream is not None or sys.stdout.isatty())
-        with (
-            nullcontext()
-            if hidden
-            else bar(sys.stderr, total=total, unit="text") as shown
-        ):
-            for written in write(model, job, stream):
-                count += written.tokens
-                if file is not None:
-                    record = {
-                        name: value
-                        for name, value in asdict(written).items()
-                        if value is not None
-                    }
-                    file.write(json.dumps(record, ensure_ascii=False) + "\n")
-                    file.flush()
-                elif stream is None:
-                    show(written, headed=not job.is_single)
-                if shown is not None:
-                    shown.update()
+        for written in texts:
+            count += written.tokens
+            if file is not None:
+                record = asdict(written)
+                if written.ended is None:
+                    del record["ended"]
+                print(json.dumps(record, ensure_ascii=False), file=file, flush=True)
+            elif stream is None:
+                show(written, headed=not job.is_single)
     seconds = time.perf_counter() - began
     said = f"{total:,} texts, {count:,} tokens in {seconds:.2f} s: {count / seconds:,.0f} tokens/s"
     terminal.say(said, sys.stderr)

@@ -13,7 +13,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -66,6 +66,14 @@ def local_world_size() -> int:
 
 def world_size() -> int:
     return _variable("WORLD_SIZE", 1)
+
+
+def several(rule: str) -> Iterator[Problem]:
+    """Yield the problem of several processes where one has to do all. `rule`: what it does."""
+    if world_size() > 1:
+        came = f"{world_size()} processes"
+        fix = "start it with python, or set WORLD_SIZE to 1"
+        yield Problem("WORLD_SIZE", came, rule, fix)
 
 
 def several_machines() -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,6 @@ class Surroundings:
     started: int | None = None
     # of a process in words; None: its model states are counted
     memory: str | None = None
-    more: Iterable[tuple[str, str]] = ()
 
 
 def describe_plan(
@@ -114,7 +113,6 @@ def describe_plan(
             if surroundings.run_directory
             else []
         ),
-        *surroundings.more,
     ]
     notices = (wrapped(f"\n  ! {notice}", width) for notice in plan.notices)
     return "\n".join([aligned(lines, indent=2, width=width), *notices])

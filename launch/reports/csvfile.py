@@ -153,7 +153,7 @@ def _finetuned(line: FinetunedLine) -> dict[str, Any]:
     if found:
         values |= {
             "run": found.path,
-            "tiny": found.pretrained is not None and found.pretrained.tiny,
+            "tiny": found.is_tiny,
             "score": line.measured,
             "ratio_score": line.ratio,
             "no_ratio": line.why_not,

@@ -5,20 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from launch.console.text_table import number, ratio
 from launch.evaluation import finetuning_seeds
 from launch.evaluation.finetuning_seeds import SUMMARY, Summary
-from launch.evaluation.pretrained import Pretrained
-from launch.evaluation.scores import (
-    OTHER_DATA,
-    WORDS,
-    Score,
-    figure_name,
-    figure_text,
-    published_next_to,
-)
+from launch.evaluation.scores import Score, figure_name, figure_text, published_next_to
 from launch.records.facts import TaskScore
 from launch.reports.frames import ReportTable
 from launch.reports.runs import ReportedRun
@@ -43,9 +35,6 @@ EXPLAINED = (
     "Fine-tuning runs whose weights are of the row's own pretraining. Published scores are medians over five "
     "seeds, or of models that answer together."
 )
-PERCENT = 100
-# of the metrics of tasks
-SHARES = ("accuracy", "middle_accuracy", "high_accuracy", "f1", "exact")
 # table/row -> its recipe; None: missing or invalid
 RecipeOf = Callable[[str], Recipe | None]
 
@@ -85,64 +74,55 @@ FIGURES = (
 )
 
 
+SHARES = ("accuracy", "middle_accuracy", "high_accuracy", "f1", "exact")
+
+
 @dataclass(frozen=True)
 class FinetunedModel:
     """A fine-tuned model, or several models of one task.
 
     Attributes:
         run: the run of the model, or one of several.
-        kind: one run, the median of seeds, or an ensemble of seeds; `models`: their number.
         scores: split -> metric -> share of 1.
+        label: in words.
+        path: of the run, or of the summary.
+        models: their number; `together`: they answer together, as an ensemble.
     """
 
     run: ReportedRun
+    scores: Mapping[str, Mapping[str, float]]
     label: str
     path: Path
-    scores: Mapping[str, Mapping[str, float]]
-    kind: Literal["run", "median", "ensemble"] = "run"
     models: int = 1
+    together: bool = False
 
     @property
     def task(self) -> Task:
-        assert self.run.recipe is not None and self.run.recipe.task is not None, (
-            "a fine-tuning run"
-        )
-        return self.run.recipe.task
+        recipe = self.run.recipe
+        assert recipe is not None and recipe.task is not None, "a fine-tuning run"
+        return recipe.task
 
     @property
-    def pretrained(self) -> Pretrained | None:
-        return self.run.pretrained
+    def is_tiny(self) -> bool:
+        return self.run.pretrained is not None and self.run.pretrained.tiny
 
     @property
     def how(self) -> str:
-        """Return the label with the number of seeds, in words."""
-        several = {"run": "", "median": f", median of {self.models} seeds"}
-        tiny = " (TINY)" if self.pretrained and self.pretrained.tiny else ""
-        return (
-            f"{self.label}{tiny}{several.get(self.kind, f', {self.models} together')}"
-        )
-
-    @property
-    def weights(self) -> str:
-        """Return the origin of the weights, in words."""
-        if self.pretrained is None:
-            return "weights of no pretraining run, or drawn at random"
-        tiny = ", tiny" if self.pretrained.tiny else ""
-        return (
-            f"weights of {self.pretrained.recipe}{tiny}, step {self.pretrained.step:,}"
-        )
+        return f"{self.label}{' (TINY)' * self.is_tiny}"
 
     def is_of(self, row: PublishedRow, recipe_of: RecipeOf) -> bool:
         """Check that the weights are of the row's pretraining, which rows of several tables may share."""
-        if self.pretrained is None:
+        pretrained = self.run.pretrained
+        if pretrained is None or pretrained.recipe == row.full_name:
+            return pretrained is not None
+        ours = recipe_of(pretrained.recipe)
+        if row.recipe is None or ours is None:
             return False
-        if self.pretrained.recipe == row.full_name:
-            return True
-        recipes = (row.recipe, recipe_of(self.pretrained.recipe))
-        trainings = {
-            (catalog.digest(each), each.steps) if each else None for each in recipes
-        }
-        return len(trainings) == 1 and None not in trainings
+        same_length = row.recipe.steps == ours.steps
+        return same_length and catalog.digest(row.recipe) == catalog.digest(ours)
+
+    def score(self, figure: Figure) -> float | None:
+        return self.scores.get(figure.split, {}).get(figure.metric)
 
 
 @dataclass(frozen=True)
@@ -156,17 +136,9 @@ class FinetunedLine:
     row: PublishedRow
     figure: Figure
     published: float | None
+    measured: float | None = None
     finetuned: FinetunedModel | None = None
     why_not: str = ""
-
-    @property
-    def measured(self) -> float | None:
-        found = self.finetuned
-        return (
-            found.scores.get(self.figure.split, {}).get(self.figure.metric)
-            if found
-            else None
-        )
 
     @property
     def ratio(self) -> float | None:
@@ -179,26 +151,23 @@ class FinetunedLine:
     def cells(self) -> tuple[str, ...]:
         """Return the line as text in the columns of FINETUNED_HEADINGS."""
         compared = f"not compared: {self.why_not}" if self.why_not else ""
-        without = NOT_SCORED if self.finetuned else NOT_RUN
         return (
             self.row.name,
             TASKS[self.figure.task].title.split(",")[0],
             self.figure.name,
-            "not published" if self.published is None else percent(self.published),
-            without if self.measured is None else percent(self.measured),
+            percent(self.published, "not published"),
+            percent(self.measured, NOT_SCORED if self.finetuned else NOT_RUN),
             compared if self.ratio is None else ratio(self.ratio),
             self.finetuned.how if self.finetuned else "",
         )
 
 
 def finetuned_frame(lines: Sequence[FinetunedLine]) -> ReportTable | None:
+    if not lines:
+        return None
     kinds = ("name", "text", "text", "number", "number", "words", "words")
     cells = [line.cells for line in lines]
-    return (
-        ReportTable(FINETUNED_HEADINGS, kinds, cells, "Fine-tuned", EXPLAINED)
-        if lines
-        else None
-    )
+    return ReportTable(FINETUNED_HEADINGS, kinds, cells, "Fine-tuned", EXPLAINED)
 
 
 def finetuned_models(
@@ -208,53 +177,38 @@ def finetuned_models(
 
     Unreadable summaries are added to `problems`.
     """
-    found: list[FinetunedModel] = []
-    summaries: dict[Path, Summary | None] = {}
-    shown: set[Path] = set()
+    found = dict[Path, list[FinetunedModel]]()
     for run in runs:
-        above = run.path.parent
-        if (
-            not (run.recipe and run.recipe.task)
-            or run.result.status != "ok"
-            or not run.result.task_scores
-        ):
+        scores = run.result.task_scores
+        is_tuned = run.recipe and run.recipe.task and run.result.status == "ok"
+        if not is_tuned or not scores:
             continue
-        if above not in summaries:
-            summaries[above] = _summary(above, problems)
-        summary = summaries[above]
-        if summary is None or run.path.name not in {
-            each.name for each in summary.seeds
-        }:
-            found.append(
-                FinetunedModel(
-                    run, run.label, run.path, _values(run.result.task_scores)
-                )
-            )
-        elif above not in shown:
-            shown.add(above)
-            found += _of_summary(run, summary)
-    return found
-
-
-def _summary(folder: Path, problems: list[str]) -> Summary | None:
-    try:
-        return finetuning_seeds.read(folder)
-    except (ValueError, OSError) as error:
-        fix = "start the same command again, or leave its runs out"
-        problems.append(f"{' '.join(str(error).split())}: {fix}")
-        return None
+        above = run.path.parent
+        summary = None
+        try:
+            summary = finetuning_seeds.read(above)
+        except (ValueError, OSError) as error:
+            fix = "start the same command again, or leave its runs out"
+            problems.append(f"{' '.join(str(error).split())}: {fix}")
+        if summary and run.path.name in {each.name for each in summary.seeds}:
+            found[above] = list(_of_summary(run, summary))
+        else:
+            alone = FinetunedModel(run, _values(scores), run.label, run.path)
+            found[run.path] = [alone]
+    return [model for models in found.values() for model in models]
 
 
 def _of_summary(run: ReportedRun, summary: Summary) -> Iterator[FinetunedModel]:
     """Yield the median and the ensemble of a summary; `run` is one of its runs."""
-    label = run.path.parent.name
-    path = run.path.parent / SUMMARY
-    sound = len(summary.sound)
-    yield FinetunedModel(run, label, path, summary.median, "median", sound)
+    above = run.path.parent
+    count = len(summary.sound)
+    of: dict[str, Any] = dict(run=run, path=above / SUMMARY, models=count)
+    median = f"{above.name}, median of {count} seeds"
+    yield FinetunedModel(scores=summary.median, label=median, **of)
     if summary.ensemble:
-        yield FinetunedModel(
-            run, label, path, _values(summary.ensemble), "ensemble", sound
-        )
+        joined = _values(summary.ensemble)
+        label = f"{above.name}, {count} together"
+        yield FinetunedModel(scores=joined, label=label, together=True, **of)
 
 
 def _values(scores: Sequence[TaskScore]) -> dict[str, Mapping[str, float]]:
@@ -270,27 +224,26 @@ def finetuned_lines(
     for row in rows:
         own = [each for each in finetuned if each.is_of(row, recipe_of)]
         for figure in FIGURES:
-            of_task = row.published and getattr(
-                row.published.downstream, figure.task, None
-            )
+            downstream = row.published.downstream if row.published else None
+            of_task = getattr(downstream, figure.task, None)
             printed = getattr(of_task, figure.key, None)
-            published = None if printed is None else round(printed / PERCENT, 6)
-            on_task: list[FinetunedModel | None] = [
-                each for each in own if each.task.name == figure.task
-            ]
-            for each in on_task or [None]:
-                compared = (
-                    _why_not(each, row.published) if each and row.published else ()
-                )
-                why_not = "" if published is None else ", ".join(compared)
-                line = FinetunedLine(row, figure, published, each, why_not)
-                if published is not None or line.measured is not None:
-                    yield line
+            published = None if printed is None else round(printed / 100, 6)
+            on_task = [each for each in own if each.task.name == figure.task]
+            if published is not None and not on_task:
+                yield FinetunedLine(row, figure, published)
+            for each in on_task:
+                measured = each.score(figure)
+                why_not = ""
+                if row.published and published is not None:
+                    why_not = ", ".join(_why_not(each, row.published))
+                if measured is not None or published is not None:
+                    facts = (published, measured, each, why_not)
+                    yield FinetunedLine(row, figure, *facts)
 
 
 def _why_not(finetuned: FinetunedModel, published: Published) -> Iterator[str]:
     """Yield the reasons why measured and published scores cannot be compared."""
-    pretrained = finetuned.pretrained
+    pretrained = finetuned.run.pretrained
     assert pretrained is not None, "of a row"
     if pretrained.tiny:
         yield "tiny, another model"
@@ -302,74 +255,48 @@ def _why_not(finetuned: FinetunedModel, published: Published) -> Iterator[str]:
         yield f"pretrained for {pretrained.step:,} of {pretrained.steps:,} steps"
     if finetuned.task.train is not None:
         yield "on other files than the hub's"
-    if any(
-        each.kind == "recipe" and each.key == "steps"
-        for each in finetuned.run.result.deviations
-    ):
+    deviations = finetuned.run.result.deviations
+    if any(each.kind == "recipe" and each.key == "steps" for each in deviations):
         yield "fine-tuning was cut short (--steps)"
-    if bool(published.ensemble) != (finetuned.kind == "ensemble"):
-        yield (
-            "published of models that answer together"
-            if published.ensemble
-            else "published of one model"
-        )
+    if bool(published.ensemble) != finetuned.together:
+        models = "models that answer together" if published.ensemble else "one model"
+        yield f"published of {models}"
 
 
-def percent(share: float) -> str:
-    return f"{PERCENT * share:.1f} %"
+def percent(share: float | None, without: str = "") -> str:
+    return without if share is None else f"{100 * share:.1f} %"
 
 
 def frame(
     runs: Sequence[ReportedRun], finetuned: Iterable[FinetunedModel]
 ) -> ReportTable | None:
     """Return the table of all scores, each by its task's main figure. `finetuned`: models without a row."""
-    rows = [*_score_rows(runs), *_finetuned_rows(finetuned)]
+    rows = [*_score_rows(runs)]
+    for each in finetuned:
+        parameters = number(each.run.result.parameters)
+        for split, metrics in each.scores.items():
+            for metric in (each for each in SHARES if each in metrics):
+                figure = f"{metric}, {split}".replace("_", " ")
+                measured = (each.how, percent(metrics[metric]), parameters)
+                rows.append((each.task.name, figure, *measured, "fine-tuned"))
     kinds = ("text", "text", "name", "number", "number", "words")
     return ReportTable(HEADINGS, kinds, rows) if rows else None
 
 
 def _score_rows(runs: Sequence[ReportedRun]) -> Iterator[tuple[str, ...]]:
     """Yield the runs of each task, followed by the published scores."""
-    by_task: dict[tuple[str, str], list[tuple[ReportedRun, Score]]] = {}
+    by_name: dict[str, list[tuple[ReportedRun, Score]]] = {}
     for run in runs:
         for score in run.scores:
-            by_task.setdefault((score.task, score.variant), []).append((run, score))
-    for (task, _), found in sorted(by_task.items()):
+            by_name.setdefault(score.name, []).append((run, score))
+    for name, found in sorted(by_name.items()):
         for run, score in found:
-            yield _of_run(run, score)
-        name = found[0][1].name
-        for each in published_next_to(task):
-            yield (
-                name,
-                WORDS[each.figure],
-                f"published: {each.model}",
-                each.printed,
-                "",
-                each.source,
-            )
-
-
-def _of_run(run: ReportedRun, score: Score) -> tuple[str, ...]:
-    figure, value = next(iter(score.figures.items()))
-    step = "" if score.step is None else f", step {score.step:,}"
-    how = [
-        score.source
-        + ", a part of it" * score.limited
-        + f", {OTHER_DATA}" * score.on_other_data,
-        f"window {score.window}" + (f", stride {score.stride}" if score.stride else ""),
-        score.precision,
-        *([f"{len(score.broken)} broken examples left out"] if score.broken else []),
-    ]
-    values = figure_text(figure, value), number(score.parameters), ", ".join(how)
-    return score.name, figure_name(figure), f"{run.label}{step}", *values
-
-
-def _finetuned_rows(finetuned: Iterable[FinetunedModel]) -> Iterator[tuple[str, ...]]:
-    for each in finetuned:
-        how = f"{each.weights}{', on files of its own' if each.task.train is not None else ''}"
-        for split, metrics in each.scores.items():
-            for metric in (name for name in SHARES if name in metrics):
-                figure = f"{metric.replace('_', ' ')}, {split.replace('_', ' ')}"
-                value = percent(metrics[metric])
-                parameters = number(each.run.result.parameters)
-                yield each.task.name, figure, each.how, value, parameters, how
+            step = "" if score.step is None else f", step {score.step:,}"
+            how = f"{score.data}, {score.windowed}, {score.precision}"
+            figure, value = next(iter(score.figures.items()))
+            measured = (figure_text(figure, value), number(score.parameters), how)
+            yield name, figure_name(figure), f"{run.label}{step}", *measured
+        for each in published_next_to(score.task):
+            model = f"published: {each.model}"
+            printed = (each.printed, "", each.source)
+            yield name, figure_name(each.figure), model, *printed

@@ -15,15 +15,14 @@ from launch.planning.memory_fit import fit, how
 from launch.planning.prediction import hardware
 from launch.planning.prediction.forecast_text import error
 from launch.planning.prediction.hardware import Node
-from launch.planning.resolved_plans import processes
 from launch.tables import evidence
 from launch.tables.scores import scores
 from modeling import cost
-from recipes import catalog, files
+from recipes import catalog
 from recipes.families import MASKED_LOSS
-from recipes.problems import Problem, ProblemsError, RecipeError, counted, did_you_mean
+from recipes.problems import Problem, RecipeError, counted, did_you_mean
 from recipes.schema import Published, Recipe
-from recipes.tables import Table, read_table
+from recipes.tables import Table
 
 HERE = "this machine"
 RULES = (("--all", "--fits", "what fits is never folded"),)
@@ -44,19 +43,7 @@ class ListedRecipe:
     table: Table
     name: str
     recipe: Recipe
-    # its table as `catalog.load` takes it: the table's name, or the path of a file
-    source: str
     fits: str | None = None  # how it fits this machine; None where nobody asks
-
-    @property
-    def gpus(self) -> int | None:
-        """The number of GPUs as printed."""
-        return self.recipe.hardware.gpus if self.recipe.hardware else None
-
-    @property
-    def processes(self) -> int | None:
-        """The number of processes of the layout; None where it leaves dp open."""
-        return processes(self.recipe) if self.recipe.parallel.dp else None
 
     @property
     def has_stand_ins(self) -> bool:
@@ -66,25 +53,20 @@ class ListedRecipe:
     @property
     def cells(self) -> dict[str, str]:
         """The cells of its line by heading."""
-        recipe, model, (tp, pp) = (
-            self.recipe,
-            self.recipe.model,
-            self.recipe.parallel.model_parallel,
-        )
-        other = (
-            f"({self.processes})"
-            if self.processes and self.processes != self.gpus
-            else ""
-        )
+        recipe = self.recipe
+        model = recipe.model
+        tp, pp = recipe.parallel.model_parallel
+        gpus = recipe.hardware.gpus if recipe.hardware else None
+        family = "BERT " * model.facts.masked
         fits = {} if self.fits is None else {"fits": self.fits}
         return {
             # apart, so that a name can be copied
             "row": self.name + (" ?" if self.has_stand_ins else ""),
             **fits,
             "size": short_count(cost.parameters(model, recipe.positions)),
-            "layers x hidden": f"{'BERT ' if model.family == 'bert' else ''}{model.layers}x{model.hidden}",
+            "layers x hidden": f"{family}{model.layers}x{model.hidden}",
             "tp x pp x dp": f"{tp}x{pp}x{recipe.parallel.dp or 'any'}",
-            "GPUs": f"{self.gpus or ''} {other}".strip(),
+            "GPUs": str(gpus or ""),
             "batch": f"{recipe.batch.global_}",
             "ds_config": recipe.ds_config,
             "published": published_text(recipe.published),
@@ -98,7 +80,7 @@ def add_parser(commands: Any) -> None:
         commands, "list", "which recipes there are", about, rules=RULES
     )
     add = parser.add_argument
-    own = "only this table, or that of your own file.yaml; repeatable"
+    own = "only this table; repeatable"
     add("tables", nargs="*", metavar="TABLE", help=own)
     add("--all", action="store_true", help="show every row of the published tables too")
     states = "only rows that fit this machine, or a NODE of plan.py such as 4xv100-32, by the planner's memory"
@@ -119,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     rows.sort(
         key=lambda row: (
             row.recipe.data.source != "packaged",
-            row.source != DEFAULT_TABLE,
+            row.table.name != DEFAULT_TABLE,
         )
     )
     terminal.quiet_libraries()
@@ -153,8 +135,8 @@ def fitting(rows: Sequence[ListedRecipe], node: Node) -> list[ListedRecipe]:
 
 def fold(rows: Sequence[ListedRecipe], width: int | None) -> str:
     """Describe published tables with a line for each."""
-    count = Counter(row.source for row in rows)
-    titles = {row.source: row.table.title for row in rows}
+    count = Counter(row.table.name for row in rows)
+    titles = {row.table.name: row.table.title for row in rows}
     lines = text_table.table(
         [(name, count[name], titles[name]) for name in count],
         (),
@@ -166,31 +148,22 @@ def fold(rows: Sequence[ListedRecipe], width: int | None) -> str:
 
 
 def catalog_rows(tables: Sequence[str]) -> list[ListedRecipe]:
-    """Load every row of the named tables or YAML files, or of all of recipes/.
+    """Load every row of the named tables, or of all of recipes/.
 
     Raises RecipeError: tables that are not there, with near matches; broken tables and rows, all of them.
     """
     known = {table.name: table for table in catalog.tables()}
-    chosen: dict[str, Table] = {}
-    rows = list[ListedRecipe]()
     problems = list[Problem]()
-    for name in dict.fromkeys(tables) or known:
-        if name in known:
-            chosen[name] = known[name]
-        elif name.endswith((".yaml", ".yml")):
-            try:
-                chosen[name] = read_table(files.path_of(name, "TABLE"))
-            except ProblemsError as error:
-                problems += error.problems
-        else:
+    for name in tables:
+        if name not in known:
             fix = did_you_mean(name, known)
             problems.append(Problem("TABLE", name[:100], "no such table", fix))
-    for name, table in chosen.items():
+    rows = list[ListedRecipe]()
+    for name in [each for each in dict.fromkeys(tables) if each in known] or known:
+        table = known[name]
         for row in table.rows:
             try:
-                rows.append(
-                    ListedRecipe(table, row, catalog.load(f"{name}/{row}"), name)
-                )
+                rows.append(ListedRecipe(table, row, catalog.load(f"{name}/{row}")))
             except RecipeError as error:
                 problems += error.problems
     if problems:
@@ -217,8 +190,8 @@ def as_text(
     if not rows:
         return f"no recipe fits {node}: {memory}" if memory else "no recipe"
     blocks = []
-    for name in dict.fromkeys(row.source for row in rows):
-        own = [row for row in rows if row.source == name]
+    for name in dict.fromkeys(row.table.name for row in rows):
+        own = [row for row in rows if row.table.name == name]
         named = _filled(own)
         cells = [[row.cells[key] for key in named] for row in own]
         lines = text_table.table(cells, named, width=width and width - 2)
@@ -230,7 +203,8 @@ def as_text(
         f"{counted(len(rows), 'recipe')}; recipe.py show TABLE/ROW tells all of one"
     ]
     notes.append(
-        "size: parameters, each once; tp x pp x dp: tensor, pipeline and data-parallel ranks"
+        "size: parameters, each once; tp x pp x dp: tensor, and data-parallel ranks; "
+        "GPUs: as printed"
     )
     if memory:
         notes.append(
@@ -240,8 +214,6 @@ def as_text(
         notes.append(
             "?: values that no source gives stand in for some of the row; show says which"
         )
-    if any(row.gpus and row.processes and row.gpus != row.processes for row in rows):
-        notes.append("16 (32): 16 GPUs are printed, and the layout has 32 processes")
     return terminal.wrapped(
         "\n\n".join("\n".join(block) for block in (*blocks, notes)), width
     )

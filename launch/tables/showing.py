@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
 from typing import Any
 
 from ds_configs.findings import ConfigError, lookup
@@ -17,17 +16,12 @@ from launch.planning.resolved_plans import processes, published_plan
 from launch.records.plan_text import Surroundings, describe_plan
 from launch.tables import evidence
 from launch.tables.scores import score_lines
-from modeling import cost
 from recipes import catalog
 from recipes.families import MASKED_LOSS
 from recipes.problems import RecipeError, counted
 from recipes.schema import Published, Recipe
 from recipes.tables import Table
 
-COUNTED = {
-    "formula": "by Jean Zay's formula with the printed size",
-    "exact": "by exact count, which is NVIDIA's",
-}
 ABOUT = """\
 Show one recipe: everything resolved, what was published, inferred or unknown,
 and how to launch it."""
@@ -66,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         plan = resolved(recipe)
         memory = memory_fit.describe(plan)
         hardware = str(recipe.hardware or "any")
-        around = Surroundings(hardware, memory=memory, more=_derived(plan))
+        around = Surroundings(hardware, memory=memory)
         described = [describe_plan(plan, f"{table.name}/{row}", around, width)]
         for line in launch_lines_of(args.recipe, recipe):
             launch.append(terminal.command(f"  {line}", width, hang=4))
@@ -114,17 +108,6 @@ def launch_lines_of(name: str, recipe: Recipe) -> list[str]:
     return [*lines, "# shrunk, on any machine, with the same code path", small]
 
 
-def _derived(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yield sizes, and the published time in TFLOPS."""
-    published = plan.recipe.published
-    yield from _padded_size(plan)
-    if published and published.time_per_iteration_s:
-        yield "TFLOPS", _tflops(plan)
-    elif published and published.tflops:
-        count = COUNTED[published.tflops_by]
-        yield "TFLOPS", f"{published.tflops:g} printed, without a time; {count}"
-
-
 def _reasons(recipe: Recipe, kind: str) -> list[str]:
     """Return the reasons of a kind, each with its key and the key's value."""
     lines: list[str] = []
@@ -133,50 +116,6 @@ def _reasons(recipe: Recipe, kind: str) -> list[str]:
         head = key if isinstance(value, dict | list | None) else f"{key} = {value}"
         lines += _indented(f"{head}: {reason}")
     return lines
-
-
-def _padded_size(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yield the parameters by Megatron-LM's count, if it differs."""
-    recipe = plan.recipe
-    tp = plan.layout.tp
-    per_rank = cost.parameters_per_rank(
-        recipe.model, recipe.positions, plan.padded_vocab, tp
-    )
-    count = tp * per_rank
-    if count == cost.parameters(recipe.model, recipe.positions):
-        return
-    printed = recipe.published.parameters if recipe.published else None
-    remark = ""
-    if printed is not None:
-        remark = ", as printed" if printed == count else f"; {printed:,} is printed"
-    if tp > 1:
-        in_all = f"{count:,} in all, with duplicates and padding{remark}"
-        yield "tensor ranks", f"{per_rank:,} parameters each, {in_all}"
-    else:
-        yield "padded", f"{count:,} with the padded vocabulary{remark}"
-
-
-def _tflops(plan: Plan) -> str:
-    """Describe the published time in both kinds of TFLOPS, and name the document's kind."""
-    recipe = plan.recipe
-    layout = plan.layout
-    published = recipe.published
-    hardware = recipe.hardware
-    assert published and published.time_per_iteration_s
-    seconds = published.time_per_iteration_s
-    gpus = (hardware and hardware.gpus) or layout.world
-    by_formula, exact = cost.tflops(
-        recipe, plan.padded_vocab, layout.global_batch, seconds, gpus
-    )
-    peak = hardware.peak_tflops if hardware else None
-    share = f" ({100 * exact / peak:.1f} % of {peak:g})" if peak else ""
-    counted = "the row prints none"
-    if published.tflops:
-        counted = f"{published.tflops:g} is printed, {COUNTED[published.tflops_by]}"
-    return (
-        f"{by_formula:.4g} by Jean Zay's formula with the true size, {exact:.4g} by exact count{share} "
-        f"in the published {seconds:g} s, per GPU; {counted}"
-    )
 
 
 def _published(

@@ -22,7 +22,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from data.corpus import build, check_origin, check_sources
 from data.durable_files import cache_directory, locked
-from data.lengths import TextLengths, text_lengths
 from data.loader import validation_batches
 from data.samples import blend, splits
 from data.samples.bert import BertFields
@@ -629,15 +628,9 @@ def test_show_data_prints_samples_and_equal_hashes(recipe_file, tmp_path):
     assert refused.returncode == 2 and "data.test_every is null" in refused.stdout
 
 
-def test_lengths_of_documents_and_of_pairs_of_sentences():
-    sizes, borders = np.array([3, 4, 200, 5, 6]), np.array([0, 0, 2, 2, 3, 5])
-    found = TextLengths.of("name", sizes, borders, sentences=True, whole=True)
-    assert found.documents.tolist() == [7, 200, 11] and found.pairs.tolist() == [7, 11]
-    assert not TextLengths.of("name", sizes, borders, sentences=False, whole=True).pairs.size
-
-
 @pytest.mark.parametrize("bert", ["sop", None])
-def test_a_stream_has_the_summary_of_the_stored_tokens(bert, tmp_path, monkeypatch, capsys):
+def test_the_summary_has_the_lengths_of_documents_and_samples(bert, tmp_path, monkeypatch, capsys):
+    """Of a stream those of samples alone."""
     from launch import show_data
 
     monkeypatch.setenv("MEGARECIPES_CACHE", str(tmp_path / "cache"))
@@ -645,23 +638,20 @@ def test_a_stream_has_the_summary_of_the_stored_tokens(bert, tmp_path, monkeypat
     path = jsonl(tmp_path / "lines.jsonl", texts)
     stored = make_recipe(path, *([120, bert] if bert else []), sentences="lines")
     corpus = build(stored, say=quiet)
+    tokens = sum(corpus.summary[f"{part}_tokens"] for part in ("train", "held_out"))
     streamed = stored.model_copy(update={"data": stored.data.model_copy(update={"streaming": True})})
-    every, same = (next(text_lengths(each, corpus.tokenizer, 99, quiet)) for each in (stored, streamed))
-    assert every.whole and same.whole and len(every.documents) == DOCUMENTS
-    assert every.documents.tolist() == same.documents.tolist() and every.pairs.tolist() == same.pairs.tolist()
-    assert every.documents.sum() == sum(corpus.summary[f"{part}_tokens"] for part in ("train", "held_out"))
-    (first,) = text_lengths(streamed, corpus.tokenizer, 7, quiet)
-    assert first.documents.tolist() == every.documents[:7].tolist() and not first.whole
-    assert show_data.show_lengths(streamed, corpus, 20) == 0
-    shown = capsys.readouterr().out
-    assert "the first 20 documents of the stream: tokens per document" in shown
-    lengths = corpus.train.take(range(20), stored.seed).get("lengths")
-    if bert:
-        padding = 100 * (1 - lengths.sum() / (20 * stored.sequence_length))
-        assert f"{padding:.1f} % of it padding: the first 20 of training" in shown
-        assert f"{np.median(lengths):,.0f}" in shown and "90 % have less than 128 tokens" in shown
-    else:
-        assert "no padding" in shown and "two sentences" not in shown
+    for recipe in (stored, streamed):
+        assert show_data.show_lengths(recipe, corpus, 20) == 0
+        shown = capsys.readouterr().out
+        of_documents = f"{DOCUMENTS:,}, in all {tokens:,} tokens: mean {tokens / DOCUMENTS:,.0f}, "
+        assert (of_documents in shown) == ("tokens per document" in shown) == (recipe is stored)
+        lengths = corpus.train.take(range(20), stored.seed).get("lengths")
+        if bert:
+            padding = 100 * (1 - lengths.sum() / (20 * stored.sequence_length))
+            assert f"{padding:.1f} % of it padding: the first 20 of training" in shown
+            assert f"{np.median(lengths):,.0f}" in shown
+        else:
+            assert "no padding" in shown
 
 
 def test_different_hashes_are_told_by_the_exit_code(monkeypatch, capsys):

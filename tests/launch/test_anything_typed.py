@@ -67,7 +67,7 @@ WORK = {
     "export_hf": ["launch.checkpoints.run_checkpoints:newest_whole"],
     "checkpoint": [
         "launch.checkpoints.inspection:faults",
-        "launch.checkpoints.showing:_dtypes",
+        "launch.checkpoints.showing:_saved_under",
         "launch.weights.universal:write",
         "data.corpus:build",
     ],

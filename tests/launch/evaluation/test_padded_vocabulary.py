@@ -17,10 +17,9 @@ from data.text.vocabulary import unused_numbers
 from launch import score
 from launch.evaluation import scoring
 from launch.evaluation.trained_model import open_model
-from launch.weights import foreign_weights
 from launch.weights.initial_weights import InitialWeights
 from modeling.families import with_vocabulary
-from modeling.generation import Decoding, Sampling, continued, fill_masks, in_transformers
+from modeling.generation import Decoding, Sampling, continued, fill_masks
 from recipes import catalog
 from recipes.problems import ProblemsError
 
@@ -48,19 +47,21 @@ def padded(tmp_path_factory) -> Path:
 
 def opened(folder: Path):
     model = open_model(str(folder))
-    weights = foreign_weights.read(model.weights, model.recipe)
-    return model, in_transformers(model.recipe, weights), unused_numbers(model.tokenizer)
+    return model, model.loaded(torch.float32), unused_numbers(model.tokenizer)
 
 
 @pytest.mark.parametrize("sampling", [None, Sampling(temperature=20), Sampling(temperature=20, top_p=0.9)])
-def test_only_tokens_are_drawn(padded, sampling):
+def test_only_tokens_are_drawn(padded, sampling, capsys):
     model, theirs, never = opened(padded)
     known = {*model.tokenizer.get_vocab().values()}
     assert model.recipe.model.vocab_size == END + 1 and len(known) == TOKENS + 1
     texts = continued(theirs, (5, 6), Decoding(40, END, never, sampling), samples=8)
     drawn = {token for text in texts for token in text.tokens}
     assert drawn <= known
-    assert any("384 rows of the vocabulary the first 320: the rest pads" in line for line in model.said())
+    assert any(
+        "384 rows of the vocabulary the first 320: the rest pads" in line
+        for line in capsys.readouterr().err.splitlines()
+    )
 
 
 def test_only_tokens_are_counted(padded, tmp_path):

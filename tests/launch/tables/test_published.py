@@ -108,17 +108,14 @@ def _arguments(monkeypatch):
 
 
 def listed(*tables: str) -> dict[str, listing.ListedRecipe]:
-    return {f"{row.source}/{row.name}": row for row in listing.catalog_rows(tables)}
+    return {f"{row.table.name}/{row.name}": row for row in listing.catalog_rows(tables)}
 
 
 def test_a_table_is_listed(capsys):
     text = output(capsys, "list", "jeanzay_megatron_performance")
-    assert re.search(r" 4x8x1 +16 \(32\) ", text)
-    for part in ("16 (32): 16 GPUs are printed", "parameters, each once"):
-        assert part in text
+    assert re.search(r" 4x8x1 +16 ", text) and "parameters, each once" in text
     text = output(capsys, "list", "jeanzay_megatron_deepspeed_3d")
     assert "48B: 146 s, 43 TFLOPS" in text and "4x16x1" in text
-    assert {row.processes for row in listed().values()} >= {1, 16, 256, 512}
 
 
 def test_the_list_begins_with_what_runs_at_once_and_folds_the_published_tables(capsys):
@@ -149,20 +146,11 @@ SHOWN = {  # arguments of show -> parts of what it prints
         "Impossible as printed",
         "deepspeed --hostfile hosts --num_nodes 8 --num_gpus 4 launch/pretrain.py --ds_config ds_configs/3d",
         "deepspeed --num_gpus 4 launch/pretrain.py",
-        "GPU; 26.1 is printed, by Jean Zay's formula",
         "not as the source ran it\n",
         "\n  ds_config = 3d: DeepSpeed's pipeline, with ZeRO-1",
         "\n  data: all of OpenWebText",
     ],
     "jeanzay_megatron_deepspeed_zero_tp_sweep/24b-tp1-mb16": ["given by no source"],
-    "dgx2_bert_data_parallel/24x1024-b14": [
-        "336,297,858 with the padded vocabulary, as printed",
-        "GPU; the row prints none",
-    ],
-    "dgx2_bert_model_parallel/24x1024-tp2-b30": [
-        "339,208,196 in all, with duplicates and padding, as printed"
-    ],
-    "a100_blog_table4/2b": ["103 printed, without a time; by exact count"],
     "sber_path_to_13b/07-gpt3-large-sparse": ["attention   layers dense, fixed, repeated"],
     "megatron_paper_results/8.3b": ["WikiText-103 perplexity  10.8, 15.8 before", "66.5, 63.2 before"],
     "a100_blog_table3/3.9b": ["5 fine-tuned models together", "90.9 (93.1/90), 89.4 before"],
@@ -182,18 +170,6 @@ def test_show_writes_the_recipe_and_the_json(capsys, tmp_path):
     path.write_text(output(capsys, "show", name, "--yaml"))
     assert catalog.load(name).model_dump() == catalog.load_resolved(path).model_dump()
     assert json.loads(output(capsys, "show", name, "--ds_json"))["train_micro_batch_size_per_gpu"] == 8
-
-
-def test_show_says_what_the_published_time_means_in_tflops(capsys):
-    # 18,437,670,912 parameters, 40 layers of hidden size 6144, vocabulary 50688, 1024 tokens, recomputed;
-    # 256 samples in 90.5 s on 16 GPUs.
-    tokens, gpu_seconds = 256 * 1024, 90.5 * 16
-    formula = 18.437670912e9 * 8 * tokens / gpu_seconds / 1e12
-    layers = 40 * (24 * 6144**2 + 4 * 1024 * 6144)
-    exact = (4 * layers + 3 * 2 * 6144 * 50688) * tokens / gpu_seconds / 1e12
-    assert (round(formula, 2), round(exact, 2)) == (26.7, 27.31)
-    text = output(capsys, "show", PP8)
-    assert f"{formula:.4g} by Jean Zay's formula with the true size, {exact:.4g} by exact count" in text
 
 
 def test_show_of_a_users_row(capsys, tmp_path):
@@ -218,10 +194,7 @@ def test_show_of_a_users_row(capsys, tmp_path):
     sys.argv = ["recipe.py", "show", f"{table}/small", "--yaml", "--ds_json"]
     with pytest.raises(SystemExit):
         command.main()
-    rows = list(listed(str(table), "default"))
-    assert rows[:2] == [f"{table}/small", f"{table}/own"]
-    assert rows[-2:] == ["default/sotu", "default/sotu-muon"]
-    text = output(capsys, "show", rows[0])
+    text = output(capsys, "show", f"{table}/small")
     assert "hardware    any" in text and "\npublished" not in text and f"--recipe '{table}/small'" in text
     assert f"--ds_config {tmp_path}/own.json --recipe" in output(capsys, "show", f"{table}/own")
     text = output(capsys, "show", f"{table}/odd")
@@ -276,20 +249,14 @@ def test_a_name_in_the_list_can_be_copied(capsys):
 
 
 REFUSED = {
-    "list {}/folder.yaml": "folder.yaml: is a directory",
-    "list {}/none.yaml": "none.yaml: no such file",
-    "list {}/bytes.yaml": "bytes.yaml:1: not UTF-8",
-    f"list {'x' * 300}.yaml": "File name too long",
     "list jeanzay_megatron_perf": "did you mean jeanzay_megatron_performance",
     "show jeanzay_megatron_performance/18b-pp8-ga64-mb5": f"did you mean {PP8}",
 }
 
 
 @pytest.mark.parametrize("arguments", REFUSED, ids=REFUSED.values())
-def test_what_cannot_be_read_is_named(arguments, capsys, tmp_path):
-    (tmp_path / "folder.yaml").mkdir()
-    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe")
-    sys.argv = ["recipe.py", *arguments.format(tmp_path).split()]
+def test_what_is_not_there_is_named(arguments, capsys):
+    sys.argv = ["recipe.py", *arguments.split()]
     with pytest.raises(SystemExit) as ended:
         ends.run(command.main)
     assert ended.value.code == 2 and REFUSED[arguments] in capsys.readouterr().err
