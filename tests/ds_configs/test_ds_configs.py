@@ -259,7 +259,7 @@ def test_a_file_by_name_by_path_and_from_another_directory(monkeypatch, tmp_path
 
 
 def test_a_missing_file_gets_near_matches(tmp_path):
-    near = "zero3_offload or zero2_offload or zero3_offload_optimizer"
+    near = "zero3_offload or zero2_offload or zero1_offload"
     assert only("zero3_ofload") == f"--ds_config zero3_ofload: no such file; did you mean {near}?"
     assert "ds_configs/ has 3d, bf16" in only("ds_configs/qqq.json")
     assert "is a directory" in only(tmp_path)

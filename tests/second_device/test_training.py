@@ -167,7 +167,6 @@ def test_a_row_of_every_published_table_trains(tmp_path, name):
 
 
 COMMANDS = (
-    "evaluation/test_scoring_layouts.py",
     "test_generate.py",
     "test_export_hf.py",
     "training/test_run_weights.py",
