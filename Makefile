@@ -1,4 +1,4 @@
-# Everything runs in a virtual environment of the checkout; the first use of any target makes it.
+# Everything runs in a virtual environment of the clone; the first use of any target makes it.
 #   make pretrain      set up, then train the default recipe (goes on where an interrupted run stopped)
 #   make test          set up, then the tests
 #   make test-ci       the tests, and those of the second tier that take minutes
@@ -21,7 +21,7 @@ DS_CONFIG := ds_configs/zero3_offload.json
 
 setup: .venv/installed
 
-.venv/installed: requirements.txt constraints.txt pyproject.toml
+.venv/installed: requirements.txt constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if (3, 10) <= v[:2] <= (3, 13) else \
 	"$(PYTHON) is %d.%d: Python 3.10 to 3.13 is needed; name one with make PYTHON=python3.11" % v[:2])'
 	$(PYTHON) -m venv .venv
@@ -64,11 +64,11 @@ wheels: setup
 	DS_BUILD_OPS=0 $(BIN)/pip wheel --disable-pip-version-check -q --no-deps -c constraints.txt \
 	    --wheel-dir $(OUT) $(SOURCE)
 
-# One resolution for every Python of pyproject.toml and every platform, by markers.
+# One resolution for every Python that is taken and every platform, by markers.
 constraints: setup
 	$(BIN)/pip install --disable-pip-version-check -q uv==0.13.9
 	$(BIN)/uv pip compile -q --upgrade --universal --python-version 3.10.2 --no-header --no-annotate \
-	    --no-emit-package megarecipes -o constraints.txt requirements.txt
+	    -o constraints.txt requirements.txt
 
 clean:
-	rm -rf .venv *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache

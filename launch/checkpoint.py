@@ -12,6 +12,9 @@ import argparse
 import sys
 from dataclasses import replace
 
+if not __package__:
+    import _clone_first  # noqa: F401
+
 from launch.console import arguments, ends, terminal
 from launch.ranks import ending
 from recipes.files import path_of

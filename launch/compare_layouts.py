@@ -12,6 +12,9 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+if not __package__:
+    import _clone_first  # noqa: F401
+
 from launch.console import arguments, ends, new_output, terminal
 from launch.experiments.parity.comparison import compare, reasons, table
 from launch.experiments.parity.layout_cases import (

@@ -10,6 +10,9 @@ from argparse import ArgumentParser
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+if not __package__:
+    import _clone_first  # noqa: F401
+
 from launch.console import arguments, ends, new_output, terminal
 from launch.ranks import ending
 from recipes.problems import amount, some

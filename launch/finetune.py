@@ -10,6 +10,9 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+if not __package__:
+    import _clone_first  # noqa: F401
+
 from launch.console import arguments, ends
 from launch.experiments.launching import torchrun
 from launch.records.facts import Ending, TaskScore

@@ -9,6 +9,9 @@ import argparse
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+if not __package__:
+    import _clone_first  # noqa: F401
+
 from launch.console import arguments, ends, new_output
 from launch.ranks import ending, joining, processes
 from recipes.problems import Problem, ProblemsError

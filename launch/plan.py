@@ -9,6 +9,9 @@ from __future__ import annotations
 import argparse
 import sys
 
+if not __package__:
+    import _clone_first  # noqa: F401
+
 from launch.console import arguments, ends
 from launch.planning.prediction import forecast_command
 from launch.planning.search import search_command

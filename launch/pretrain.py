@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter
 
+if not __package__:
+    import _clone_first  # noqa: F401
+
 from ds_configs.findings import ConfigError, Disagreement
 from ds_configs.plan import ANY_GPU
 from ds_configs.resolver import resolve

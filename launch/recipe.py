@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import argparse
 
+if not __package__:
+    import _clone_first  # noqa: F401
+
 from launch.console import arguments, ends
 from launch.tables import listing, showing
 

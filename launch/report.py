@@ -12,6 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+if not __package__:
+    import _clone_first  # noqa: F401
+
 from launch.console import ends
 from launch.console.terminal import say
 from recipes.files import path_of

@@ -11,6 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+if not __package__:
+    import _clone_first  # noqa: F401
+
 from launch.console import arguments, ends, new_output
 from launch.console.arguments import place_problem
 from launch.ranks import ending, joining, processes
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
     from launch.evaluation.trained_model import TrainedModel
 
 LESS_MEMORY = "lower --batch, or take --precision bf16"
-INSTALL = "pip install -e .[evaluate]"
+INSTALL = "pip install lm-eval==0.4.13"
 
 EXAMPLES = """\
 examples:

@@ -11,6 +11,9 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+if not __package__:
+    import _clone_first  # noqa: F401
+
 from launch.console import arguments, ends
 from recipes import catalog
 from recipes.families import PLACES

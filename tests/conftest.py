@@ -1,17 +1,14 @@
 """What tests share: the helpers of launching.py and the checks of workers/ import by their bare names."""
 
 import os
-import sys
 
 import pytest
 from hypothesis import HealthCheck, settings
-from launching import WORKERS
 
 # Before torch is loaded, and for every process that a test starts: small tensors gain nothing from more.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # `load_dataset` reports its use to the hub, for local files too, and waits for an answer.
 os.environ["HF_UPDATE_DOWNLOAD_COUNTS"] = "0"
-sys.path.append(str(WORKERS))
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")  # timing decides no test, also on a machine that others keep busy
 

@@ -97,6 +97,6 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     of_a_launch = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     of_launchers = ("TORCHELASTIC_", "SLURM", "OMPI_", "PMI", "MPI_", "MV2_")
     kept = {k: v for k, v in os.environ.items() if k not in of_a_launch and not k.startswith(of_launchers)}
-    path = os.pathsep.join(p for p in (str(ROOT), kept.get("PYTHONPATH", "")) if p)
+    path = os.pathsep.join(p for p in (str(ROOT), str(ROOT / "tests"), kept.get("PYTHONPATH")) if p)
     # Also on a machine with GPUs: these tests are about gloo on CPUs, with more ranks than there may be GPUs.
     return {**kept, "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": DEVICE, "PYTHONPATH": path, **(extra or {})}

@@ -5,13 +5,16 @@ from __future__ import annotations
 import ast
 import graphlib
 import io
+import re
 import sys
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launching import ROOT, run
+from launching import ROOT, deepspeed, run
+
+from launch.experiments.launching import torchrun
 
 # package -> the others that it may import
 PACKAGES = {
@@ -281,22 +284,49 @@ def test_launch_shows_commands_only():
     assert not {file.stem for file in COMMANDS} & {*PACKAGES, *sys.stdlib_module_names}
 
 
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory):
+    """A directory with other packages of our names, which cannot be imported."""
+    directory = tmp_path_factory.mktemp("foreign")
+    for package in PACKAGES:
+        (directory / package).mkdir()
+        (directory / package / "__init__.py").write_text(f"raise ImportError('another {package}')")
+    return directory
+
+
 @pytest.mark.parametrize("file", [*COMMANDS, *TOOLS], ids=lambda file: file.name)
-def test_commands_explain_themselves_from_any_directory(file, tmp_path):
-    """--help works from another directory, with launch/ as the first entry of the path, and in 80 columns."""
-    env = {"PYTHONPATH": "", "COLUMNS": "80"}
-    done = run([sys.executable, str(file), "--help"], env=env, cwd=tmp_path, timeout=60)
+def test_commands_explain_themselves_from_any_directory(file, foreign):
+    """--help works where the directory and the environment have other packages of our names; in 80 columns."""
+    env = {"PYTHONPATH": str(foreign), "COLUMNS": "80"}
+    done = run([sys.executable, "-u", str(file), "--help"], env=env, cwd=foreign, timeout=60)
     assert done.returncode == 0 and "examples:" in done.stdout, done.stdout
     assert not [line for line in done.stdout.splitlines() if len(line) > 80]
 
 
-def test_a_command_of_another_checkout_is_refused(tmp_path):
-    """It would run with the packages of the one that is installed."""
-    other = tmp_path / "launch" / "recipe.py"
-    other.parent.mkdir()
-    other.write_text((ROOT / "launch" / "recipe.py").read_text())
-    done = run([sys.executable, str(other), "list"])
-    assert done.returncode == 2 and f"pip install -e {tmp_path}" in done.stdout
+@pytest.mark.ci
+def test_the_launchers_train_the_clone_s_packages(foreign, tmp_path):
+    """Where others lie, and no package of ours is installed; as a module in the clone itself."""
+    env = {"PYTHONPATH": str(foreign)}
+    flags = ["--tiny", "--plan", "--ds_config", "zero1", "--out", str(tmp_path / "run")]
+    file = str(ROOT / "launch/pretrain.py")
+    layouts = [str(ROOT / "launch/compare_layouts.py"), "--tiny", "--steps", "1", "--only", "dp2 zero1"]
+    for cwd, command in (
+        (foreign, [*deepspeed(2), file, *flags]),
+        (foreign, [*torchrun(2), file, *flags]),
+        (ROOT, [sys.executable, "-m", "launch.pretrain", *flags]),
+        (foreign, [sys.executable, "-u", *layouts, "--out", str(tmp_path / "layouts")]),
+    ):
+        done = run(command, env=env, cwd=cwd)
+        assert done.returncode == 0 and "dp" in done.stdout, done.stdout
+
+
+def test_one_file_changes_the_path():
+    """Besides those that run a script as Python does that starts it."""
+    changes = re.compile(r"sys\.path(\.\w+\(|\[.*\] *=)")
+    files = [*FILES, *(ROOT / "tests").rglob("*.py")]
+    found = {file.resolve() for file in files if changes.search(file.read_text())}
+    starts = {ROOT / "tests/rank_server.py", ROOT / "tests/workers/srun_task.py"}
+    assert found - starts == {ROOT / "launch/_clone_first.py"}
 
 
 @pytest.mark.parametrize("package", sorted(PACKAGES))

@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# run from a checkout: tools are not installed
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:
+    import _clone_first  # noqa: F401
 
 from data.durable_files import write_atomically
 from launch.console import arguments, ends, new_output, terminal

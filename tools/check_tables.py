@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-# run from a checkout: tools are not installed
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:
+    import _clone_first  # noqa: F401
 
 from launch.console import arguments, ends, terminal
 from launch.console.text_table import table

@@ -6,11 +6,9 @@ python tools/fit_planner.py
 from __future__ import annotations
 
 import argparse
-import sys
-from pathlib import Path
 
-# run from a checkout: tools are not installed
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:
+    import _clone_first  # noqa: F401
 
 from launch.console import arguments, ends, terminal
 from tools.planner import csv_cases, fitting, validation

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from multiprocessing import forkserver
+from pathlib import Path
 
 _BLAS_THREADS = "OPENBLAS_NUM_THREADS"
 
@@ -20,9 +21,13 @@ def start(*modules: str) -> None:
     before = os.environ.get(_BLAS_THREADS)
     # With numpy's threads in the server no worker would count as single-threaded (`work.begin`).
     os.environ[_BLAS_THREADS] = "1"
+    here = os.getcwd()
+    # The server imports from the directory that it is started in; workers go back to `here`.
+    os.chdir(Path(__file__).resolve().parents[2])
     try:
         forkserver.ensure_running()
     finally:
+        os.chdir(here)
         if before is None:
             del os.environ[_BLAS_THREADS]
         else:

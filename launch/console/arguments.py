@@ -149,7 +149,6 @@ def command(
     """
     check_names("argument", sys.argv)
     check_names("working directory", [working_directory()])
-    _refuse_another_checkout()
     about = textwrap.fill(str(doc).split("\n\n")[0], HELP_WIDTH)
     parser = Parser(rules, description=about, epilog=examples)
     # The deepspeed launcher passes --local_rank=N; the environment says the same.
@@ -173,20 +172,6 @@ def subcommand(
     )
     parser.rules = rules  # type: ignore[attr-defined] # a Parser, as the parser of the subcommands
     return parser
-
-
-def _refuse_another_checkout() -> None:
-    """End with code 2 if the started file is not in the checkout that this Python has installed."""
-    started = Path(sys.argv[0]).resolve().parent
-    installed = Path(__file__).resolve().parents[1]
-    if started.name == "launch" and started != installed:
-        print(
-            f"\n{sys.argv[0]} is of the checkout {started.parent}, and this Python has {installed.parent} "
-            "installed: a command and what it imports are of one checkout; "
-            f"pip install -e {started.parent}, or use its own .venv\n",
-            file=sys.stderr,
-        )
-        raise SystemExit(2)
 
 
 TEXT = (

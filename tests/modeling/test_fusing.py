@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from launching import ROOT, run
+from launching import run
 from second_device.running import needed, on_board
 
 from ds_configs.plan import Device
@@ -68,7 +68,7 @@ if not {headers}:  # torch, which asks with a scheme, compiles the device all th
     sysconfig.get_path = lambda *of, **how: paths(*of, **how) if how else "/nowhere"
 flags = "--tiny --steps 2 --ds_config zero1 --set dropout.hidden=0.1 --compile=on --out"
 sys.argv = ["pretrain.py", *flags.split(), {str(tmp_path / "run")!r}]
-runpy.run_path({str(ROOT / "launch" / "pretrain.py")!r}, run_name="__main__")
+runpy.run_module("launch.pretrain", run_name="__main__")
 """)
     done = run([sys.executable, str(script)], env=on_board(), timeout=300)
     assert done.returncode == 0, done.stdout[-4000:]

@@ -1,6 +1,6 @@
 """Train layouts under every release of DeepSpeed that we have seen, and compare each with the pinned one.
 
-python tests/workers/deepspeed_versions.py --out versions
+PYTHONPATH=. python tests/workers/deepspeed_versions.py --out versions
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from launch.console import arguments, ends, terminal
 from launch.console.text_table import table
@@ -30,7 +28,7 @@ folder of its own, and train layouts with launch/compare_layouts.py. A release a
 one-process run among them, agrees with the same layout of the pinned release,
 by the rule of compare_layouts.py. Ops are compiled once for each release."""
 EXAMPLES = """\
-examples:
+examples, with PYTHONPATH=. in the environment:
   python tests/workers/deepspeed_versions.py --out versions
       every release, about two minutes of computing for each
   python tests/workers/deepspeed_versions.py --out versions --recipe bert/sotu \\

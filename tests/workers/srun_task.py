@@ -44,4 +44,5 @@ if __name__ == "__main__":
     if rank > 0:
         os.environ.pop("MEGARECIPES_CACHE", None)
     sys.argv = sys.argv[3:]
+    sys.path[0] = str(Path(script).parent)  # as Python has it that starts the script
     runpy.run_path(script, run_name="__main__")

@@ -24,10 +24,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[1]))  # also where no pytest starts it
-
-from launch.console import terminal  # noqa: E402
-from launch.ranks import door, processes  # noqa: E402
+from launch.console import terminal
+from launch.ranks import door, processes
 
 terminal.quiet_libraries()
 

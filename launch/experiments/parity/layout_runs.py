@@ -1,6 +1,6 @@
 """Train a recipe under several layouts, with one launch per number of processes.
 
-python -m torch.distributed.run --nproc_per_node=2 -m launch.experiments.parity.layout_runs CASES.json
+python -m torch.distributed.run --nproc_per_node=2 launch/experiments/parity/layout_runs.py CASES.json
 
 (started by `run_cases`, which writes CASES.json)
 """
@@ -32,15 +32,7 @@ Start = Callable[[int, Path, Path], None]  # (processes, CASES.json, log to writ
 
 def start_torchrun(processes: int, jobs: Path, log: Path) -> None:
     """Run the cases of a file on `processes` ranks with torchrun."""
-    run_and_wait(
-        [
-            *torchrun(processes),
-            "-m",
-            "launch.experiments.parity.layout_runs",
-            str(jobs),
-        ],
-        log,
-    )
+    run_and_wait([*torchrun(processes), __file__, str(jobs)], log)
 
 
 def run_cases(

@@ -25,7 +25,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from launching import ROOT, environment
+from launching import ROOT, environment, run
 from texted import jsonl
 
 from data.prepare import chunk_file, pipeline
@@ -304,6 +304,27 @@ def descendants(process: int) -> list[int]:
     """The processes that a process has started, and those that they have."""
     children = map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split())
     return [found for child in children for found in (child, *descendants(child))]
+
+
+def test_workers_import_the_clone_s_packages(tmp_path):
+    """Python looks into the working directory of their server first, where a package may be named data."""
+    (tmp_path / "elsewhere" / "data").mkdir(parents=True)
+    (tmp_path / "elsewhere" / "data" / "__init__.py").touch()
+    (tmp_path / "program.py").write_text(f"""
+import multiprocessing
+import data
+from data.prepare import fork_server
+def check():
+    assert data.__file__.startswith({str(ROOT)!r}), data.__file__
+if __name__ == "__main__":
+    fork_server.start()
+    worker = multiprocessing.get_context("forkserver").Process(target=check)
+    worker.start()
+    worker.join()
+    raise SystemExit(worker.exitcode)
+""")
+    done = run([sys.executable, "-u", str(tmp_path / "program.py")], cwd=tmp_path / "elsewhere")
+    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.long

@@ -21,7 +21,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from launching import ROOT, WORKERS, run, run_ranks
+from launching import WORKERS, run, run_ranks
 
 from data.corpus import build
 from ds_configs.plan import ANY_GPU, GPU, HOST, Device, Machine
@@ -185,7 +185,7 @@ for name in ("_lazy_init", "current_device", "set_device", "get_device_propertie
     setattr(torch.cuda, name, refuse)
 torch.Tensor.pin_memory = refuse
 sys.argv = ["pretrain.py", *"--tiny --steps 2 --ds_config zero1 --out".split(), {str(tmp_path / "run")!r}]
-runpy.run_path({str(ROOT / "launch" / "pretrain.py")!r}, run_name="__main__")
+runpy.run_module("launch.pretrain", run_name="__main__")
 """)
     done = run([sys.executable, str(script)], env={"CUDA_VISIBLE_DEVICES": "0"}, timeout=300)
     assert done.returncode == 0, done.stdout[-4000:]

@@ -100,7 +100,7 @@ def test_ranks_of_a_plan_meet_and_compare_what_they_see(tmp_path):
     other += "from launch.machine import description; known = description.versions();"
     other += "description.versions = lambda: {**known, 'torch': rank};"
     other += "from launch.ranks import processes; processes.local_rank = lambda: 0;"
-    other += "import runpy; runpy.run_path(sys.argv[0], run_name='__main__')"
+    other += "import runpy; runpy.run_module('launch.pretrain', run_name='__main__')"
     script = tmp_path / "differ.py"
     script.write_text(other)
     done = run_ranks(2, script, *TINY, "--plan", "--out", tmp_path / "run")

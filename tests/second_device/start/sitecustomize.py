@@ -1,4 +1,4 @@
-"""Give every Python process with DS_ACCELERATOR=board and this folder on PYTHONPATH the second device.
+"""Give every Python process the second device, with DS_ACCELERATOR=board, and this and tests/ on PYTHONPATH.
 
 DeepSpeed chooses its accelerator where `deepspeed.accelerator.real_accelerator` is first asked. The device is
 registered when that module is loaded, so that programs that never load DeepSpeed pay nothing. accelerate has a
@@ -45,5 +45,4 @@ class Finder(importlib.abc.MetaPathFinder):
 
 
 if os.environ.get("DS_ACCELERATOR") == "board" and not any(isinstance(f, Finder) for f in sys.meta_path):
-    sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
     sys.meta_path.insert(0, Finder())

@@ -1,0 +1,1 @@
+../launch/_clone_first.py
