@@ -33,7 +33,7 @@ from transformers.trainer_pt_utils import get_parameter_names  # noqa: E402
 from data.corpus import build  # noqa: E402
 from data.loader import StepBatches  # noqa: E402
 from ds_configs.resolver import resolve  # noqa: E402
-from launch.training.transformers_trainer import _isolate_accelerate  # noqa: E402
+from launch.training.transformers_trainer import isolate_accelerate  # noqa: E402
 from modeling.families import conversion_of  # noqa: E402
 from recipes import catalog  # noqa: E402
 
@@ -227,7 +227,7 @@ def train(case, out):
     recipe = recipe_of(case)
     tokenizer, samples = samples_of(recipe)
     out.mkdir(exist_ok=True)
-    with _isolate_accelerate():
+    with isolate_accelerate():
         losses = (by_loop if case.get("loop") or case.get("accelerate") else by_trainer)(
             case, recipe, tokenizer, samples, out
         )
