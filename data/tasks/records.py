@@ -57,12 +57,14 @@ def read_split(facts: TaskFacts, split: str, path: str | None) -> Split:
     Raises ProblemsError: it cannot be had, lacks the task's fields, or holds wrong records.
     """
     datasets.disable_progress_bars()
-    where = path or f"{facts.hub[0]} {facts.splits[split]}"
+    there = facts.splits.get(split)
+    where = path or f"{facts.hub[0]} {there}"
     refused = partial(_refused, f"--{split}", where)
-    test = is_test(split)
+    test = split.startswith("test")
     needed = (*facts.texts, *([] if test else ["label"]))
     try:
-        found = _local(path) if path else _hub(facts, split)
+        load = partial(datasets.load_dataset, *facts.hub, split=there)
+        found = _local(path) if path else load()
         found = _in_our_fields(facts, found, needed)
     except ProblemsError:
         raise
@@ -93,18 +95,9 @@ def _refused(key: str, where: str, rule: str, fix: str) -> ProblemsError:
     return ProblemsError.of(key, where, rule, fix, where=key)
 
 
-def _hub(facts: TaskFacts, split: str) -> Dataset:
-    return datasets.load_dataset(*facts.hub, split=facts.splits[split])
-
-
 def task_of(recipe: Recipe) -> Task:
     assert recipe.task is not None, "a recipe for fine-tuning"
     return recipe.task
-
-
-def is_test(split: str) -> bool:
-    """Check that the labels of a split may be hidden, and its predictions are submitted."""
-    return split.startswith("test")
 
 
 def _local(place: str) -> Dataset:

@@ -91,6 +91,9 @@ def train(
             eval_on_start=start.first,
             save_total_limit=recipe.run.keep_checkpoints,
         )
+        pad: Any = DataCollatorWithPadding
+        if recipe.model.task_head == "choice":
+            pad = DataCollatorForMultipleChoice
         order = example_order(recipe, len(corpus.train))
         trainer = TaskTrainer(
             start,
@@ -100,7 +103,7 @@ def train(
             args=arguments,
             train_dataset=corpus.train.select(order),
             eval_dataset=corpus.predicted[0].samples,
-            data_collator=_collator(recipe, corpus.tokenizer),
+            data_collator=pad(corpus.tokenizer),
             processing_class=corpus.tokenizer,
             compute_metrics=_figures,
         )
@@ -109,13 +112,6 @@ def train(
         if trainer.stopped is None:
             scores += _predict(trainer, corpus, job.directory)
     return trainer.stopped
-
-
-def _collator(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Any:
-    """Return what pads the samples of a micro-batch to the longest of them."""
-    if recipe.model.task_head == "choice":
-        return DataCollatorForMultipleChoice(tokenizer)
-    return DataCollatorWithPadding(tokenizer)
 
 
 def _model(start: Start, tokenizer: PreTrainedTokenizerFast) -> Any:

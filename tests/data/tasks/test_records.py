@@ -172,6 +172,33 @@ def test_what_is_no_data_set_is_refused(tmp_path, name, content, said):
     assert said in str(refused.value)
 
 
+def test_the_features_of_the_hub_are_cast(monkeypatch):
+    """Labels of GLUE are numbers with names there, -1 of its tests; lists of RACE have no length."""
+    text, number = datasets.Value("string"), datasets.Value("int32")
+    names = datasets.ClassLabel(names=["negative", "positive"])
+    answers = {"text": datasets.List(text), "answer_start": datasets.List(number)}
+    hub = {
+        "sst2": ({"sentence": text, "label": names, "idx": number}, ["a film", -1, 7], HIDDEN),
+        "race": (
+            {"article": text, "question": text, "options": datasets.List(text), "answer": text},
+            ["a film", "two?", list("tuvw"), "C"],
+            2,
+        ),
+        "squad2": (
+            {"id": text, "context": text, "question": text, "answers": answers},
+            ["q", "a film", "?", {"text": ["film"], "answer_start": [2]}],
+            {"text": ["film"], "answer_start": [2]},
+        ),
+    }
+    for task, (features, values, label) in hub.items():
+        row = dict(zip(features, values, strict=True))
+        made = datasets.Dataset.from_list([row], features=datasets.Features(features))
+        monkeypatch.setattr(datasets, "load_dataset", lambda *_, made=made, **__: made)
+        split = "test" if task == "sst2" else "dev"
+        (found,) = read_split(TASKS[task], split, None).records
+        assert found["label"] == label and found["id"] == {"sst2": "7", "race": "0", "squad2": "q"}[task]
+
+
 def test_the_hub_out_of_reach_is_refused_with_the_fix(monkeypatch):
     def unreachable(*arguments, **named):
         raise ConnectionError("no route")
