@@ -189,7 +189,18 @@ def test_races_directory_seeds_and_ensemble(folder):
             place.write_text(json.dumps(article | {"id": f"high{number}.txt"}))
     files = [f"--{split}={folder / 'RACE' / split}" for split in ("train", "dev")]
     out = folder / "race"
-    words = ["--task", "race", "--init", folder / "bert", "--batch", 4, "--sequence_length", 48, *files]
+    words = [
+        "--task",
+        "race",
+        "--init",
+        folder / "bert",
+        "--batch",
+        4,
+        "--sequence_length",
+        48,
+        *files,
+        "--set=precision=fp32",
+    ]
     done = run_ranks(1, COMMAND, *words, "--out", out, "--seeds", 2, "--ensemble", "--steps", 2, timeout=300)
     assert done.returncode == 0, done.stdout[-5000:]
     summary = json.loads((out / "summary.json").read_text())

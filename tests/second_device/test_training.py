@@ -188,6 +188,7 @@ def test_a_row_of_every_published_table_trains(tmp_path, name):
 
 COMMANDS = (
     "evaluation/test_scoring_layouts.py",
+    "test_finetune.py",
     "test_generate.py",
     "test_export_hf.py",
     "training/test_run_weights.py",
@@ -201,10 +202,7 @@ COMMANDS = (
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("file", COMMANDS)
 def test_tests_of_commands_pass_there(file):
-    """What they launch has the second device: scores, text, weights, kills and resumes.
-
-    Not fine-tuning: accelerate does not know the device, and Trainer puts its batches on the CPU.
-    """
+    """What they launch has the second device: scores, fine-tuning, text, weights, kills and resumes."""
     env = {"LAUNCHED_ON": "board", "PYTHONPATH": on_board()["PYTHONPATH"]}
     done = run([sys.executable, "-m", "pytest", "-q", f"tests/launch/{file}"], env=env, timeout=1700)
     assert done.returncode == 0, done.stdout[-6000:]

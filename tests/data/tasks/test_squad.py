@@ -93,7 +93,9 @@ def test_metrics_are_those_of_the_official_script():
     every = score_answers(said, right, True)
     threshold = best_threshold(every, np.array(odds))
     assert threshold == OFFICIAL["best_f1_threshold"]
-    assert best_threshold(np.array([[1.0, 1, 1, 1], [0, 0, 0, 1]]), np.zeros(2)) == -1  # equal odds go together
+    assert (
+        best_threshold(np.array([[1.0, 1, 1, 1], [0, 0, 0, 1]]), np.zeros(2)) == -1
+    )  # equal odds go together
     plain = means(every)
     assert plain == pytest.approx({name: OFFICIAL[name] for name in plain}, abs=1e-12) and len(plain) == 6
     tuned = score_texts(said, np.array(odds), answered(right), None, with_none=True)
