@@ -27,15 +27,13 @@ from launch.training.start import (
 from recipes.catalog import cut_to
 from recipes.problems import Problem, ProblemsError
 from recipes.schema import Task
-from recipes.tasks import TASKS
+from recipes.tasks import SPLITS, TASKS
 
 if TYPE_CHECKING:
     from data.corpus import Corpus
-    from launch.evaluation.finetuning_recipe import Wishes
     from launch.training.early_ends import EarlyStop
     from launch.training.run import Start
 
-SPLITS = ("train", "dev", "dev_mismatched", "test", "test_mismatched")
 EXAMPLES = """\
 examples:
   deepspeed launch/finetune.py --task sst2 --init runs/bert-sotu-zero1
@@ -43,8 +41,8 @@ examples:
       predictions and checkpoints in runs/finetune-sst2-zero1
   python launch/finetune.py --task rte --init ./bert-base \\
       --train train.jsonl --dev dev.jsonl
-      what save_pretrained wrote, on files with the hub's fields: JSON, JSON
-      lines, parquet
+      what save_pretrained wrote, on files with the hub's fields: JSON lines,
+      or a JSON list
   python launch/finetune.py --task rte --init ./bert-base --from_scratch \\
       --train train.jsonl --dev dev.jsonl
       the control: the same shape and vocabulary, weights drawn at random
@@ -63,8 +61,8 @@ examples:
 
 files: --train and --dev together take the place of the hub's data set; --test
 is optional, and its labels may be hidden. GLUE's own TSV, SQuAD's own JSON and
-RACE's own directories are read too. A broken example is counted and named; it
-is left out, but in --test predicted from what is readable of it.
+RACE's own directories are read too. A record without a text or a label is left
+out and counted, but in --test predicted; a wrong one is refused.
 what comes out: result.json has the scores of every split;
 RUN/predictions/SPLIT has the files of the task's submission and the logits;
 RUN/checkpoints/checkpoint-N is loaded by from_pretrained.
@@ -246,12 +244,12 @@ def checked(args: argparse.Namespace) -> Training:
     from launch.evaluation.finetuning_recipe import recipe_of
     from launch.machine import description
     from launch.weights.initial_weights import InitialWeights
+    from launch.weights.starting_model import StartingModel
 
     machine = description.detect_machine(args.emulate_fp16)
-    given = InitialWeights(args.init, "--init", args.weights_args)
-    of = (wishes(args), *pretrained.encoder_in(given), machine)
+    given = StartingModel(args.init, "--init", args.weights_args)
+    of = (args, *pretrained.encoder_in(given), machine)
     first = recipe_of(*of)
-    task_corpus.check(first)
     corpus = task_corpus.build(first, say_on_rank_0)
     original = recipe_of(*of, examples=len(corpus.train))
     weights = (
@@ -286,18 +284,6 @@ def checked(args: argparse.Namespace) -> Training:
         loop,
         checkpoints,
         outcome,
-    )
-
-
-def wishes(args: argparse.Namespace) -> Wishes:
-    from launch.evaluation.finetuning_recipe import Wishes
-
-    files = {split: getattr(args, split) for split in SPLITS if getattr(args, split)}
-    named = ("task", "sequence_length", "epochs", "batch", "lr", "seed")
-    return Wishes(
-        files=files,
-        settings=tuple(args.set),
-        **{name: getattr(args, name) for name in named},
     )
 
 

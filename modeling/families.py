@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import Parameter
@@ -67,12 +67,12 @@ def model_shape(recipe: Recipe, padded_vocab: int) -> ModelShape:
     return family_of(recipe.model).shape(recipe, padded_vocab)
 
 
-def drawn_parameters(recipe: Recipe, *, meta: bool = False) -> dict[str, Parameter]:
+def drawn_parameters(recipe: Recipe, **how: Any) -> dict[str, Parameter]:
     """Return every parameter of a recipe's model by its canonical name, unpadded, as its training draws it.
 
-    `meta`: on the meta device, without values.
+    `how`: of `Init`; with meta=True on the meta device, without values.
     """
-    init = Init(recipe.seed, recipe.init_std, recipe.model.layers, meta=meta)
+    init = Init(recipe.seed, recipe.init_std, recipe.model.layers, **how)
     shape = model_shape(recipe, recipe.model.vocab_size)
     model = family_of(recipe.model).plain(shape, group=None, init=init)
     return {canonical_name(parameter): parameter for parameter in model.parameters()}

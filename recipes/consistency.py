@@ -596,9 +596,25 @@ def _task(recipe: Recipe) -> Found:
         yield "task.doc_stride", "{task.doc_stride} with {sequence_length}", rule, fix
 
 
+def _task_files(recipe: Recipe) -> Found:
+    task = recipe.task
+    if task is None:
+        return
+    for name in ("dev_mismatched", "test_mismatched"):
+        if getattr(task, name) and task.name != "mnli":
+            rule = "only MNLI has examples of other genres"
+            yield f"task.{name}", f"--{name} with {{task.name}}", rule, "leave it out"
+    for name, other in (("train", "dev"), ("dev", "train")):
+        if getattr(task, name) and not getattr(task, other):
+            came = f"--{name} without --{other}"
+            rule = "files take the place of the hub's data set together"
+            yield f"task.{other}", came, rule, f"add --{other} FILE"
+
+
 _RULES: tuple[Callable[[Recipe], Found], ...] = (
     _schedule, _optimizer, _rampup, _family, _positions, _heads, _attention, _columns, _implementation,
-    _vocabulary, _tokenizer, _origins, _held_out, _checkpointing, _provenance, _task, _profile,
+    _vocabulary, _tokenizer, _origins, _held_out, _checkpointing, _provenance, _task, _task_files,
+    _profile,
 )  # fmt: skip
 
 

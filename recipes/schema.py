@@ -452,7 +452,7 @@ class Data(Origin):
 
 
 class Task(Strict):
-    """What a model is fine-tuned on. Files: JSON, JSON lines, GLUE's TSV, RACE's, parquet, of `datasets`."""
+    """What a model is fine-tuned on. Files: JSON lines, a JSON list, GLUE's TSV, SQuAD's and RACE's own."""
 
     name: TaskName = Field(description="its data set, head and metrics")
     train: str | None = None

@@ -8,6 +8,9 @@ from typing import Any
 
 from recipes.schema import TaskHead, TaskName
 
+# those after the first are predicted, in this order
+SPLITS = ("train", "dev", "dev_mismatched", "test", "test_mismatched")
+
 
 @dataclass(frozen=True)
 class TaskFacts:
@@ -44,18 +47,6 @@ class TaskFacts:
     def classes(self) -> int:
         """Number of classes or choices; 2 for spans, which have neither."""
         return len(self.labels) or 2
-
-    @property
-    def fields(self) -> tuple[str, ...]:
-        """Fields of a record besides its label."""
-        return (*self.texts, *(("id",) if self.head == "span" else ()))
-
-    @property
-    def label(self) -> str:
-        """The field with the label."""
-        return {"classification": "label", "span": "answers", "choice": "answer"}[
-            self.head
-        ]
 
 
 def _glue(

@@ -8,7 +8,7 @@ and option [SEP], and an option fills the question's blank where it has one.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,9 +16,9 @@ import numpy as np
 from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
-from data.tasks.records import WrongRecord, label_of, text_of
+from data.tasks.records import HIDDEN, Split, task_of
 from recipes.schema import Recipe
-from recipes.tasks import TASKS, TaskFacts
+from recipes.tasks import TASKS
 
 BLANK = "_"
 
@@ -31,128 +31,91 @@ class SplitScores:
     files: Mapping[str, str] = field(repr=False)
 
 
-@dataclass(frozen=True)
-class Example:
-    """One or two texts for each choice (GLUE: one choice), and a label; None: it is hidden."""
-
-    id: int | str
-    choices: tuple[tuple[str, ...], ...]
-    label: int | None
-    question: str = ""
-
-
-def parse(
-    facts: TaskFacts, record: dict[str, Any], number: int, labelled: bool
-) -> Example:
-    """Make an example of a record in the hub's schema. Raises WrongRecord."""
-    if facts.head == "choice":
-        return _question(facts, record, number, labelled)
-    texts = tuple(text_of(record, name, labelled) for name in facts.texts)
-    stated = str(record.get("idx"))  # a text in a table
-    index = int(stated) if stated.isdecimal() else number
-    label = label_of(record, facts.label, facts.labels, labelled)
-    return Example(index, (texts,), label)
-
-
-def _question(
-    facts: TaskFacts, record: dict[str, Any], number: int, labelled: bool
-) -> Example:
-    article, question = (text_of(record, name, labelled) for name in facts.texts[:2])
-    options = record.get("options")
-    if not isinstance(options, list | tuple) or len(options) != len(facts.labels):
-        raise WrongRecord(
-            f"its options {str(options)[:40]} are no list of {len(facts.labels)}"
-        )
-    if not all(isinstance(option, str) for option in options):
-        raise WrongRecord("its options are not texts")
-    choices = tuple((article, with_option(question, option)) for option in options)
-    label = label_of(record, facts.label, facts.labels, labelled)
-    return Example(str(record.get("example_id", number)), choices, label, question)
+def encode(
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerFast,
+    batch: Mapping[str, Any],
+    rows: list[int],
+) -> dict[str, Any]:
+    """Encode examples, of a question each choice. The longer of two texts is cut; a hidden label is 0."""
+    facts = TASKS[task_of(recipe).name]
+    texts = [[text or "" for text in batch[name]] for name in facts.texts]
+    choices = len(facts.labels) if facts.head == "choice" else 1
+    if choices > 1:
+        articles = [article for article in texts[0] for _ in range(choices)]
+        filled = list[str]()
+        for question, options in zip(*texts[1:], strict=True):
+            filled += [with_option(question, option or "") for option in options]
+        texts = [articles, filled]
+    made = dict(tokenizer(
+        *texts, truncation="longest_first", max_length=recipe.sequence_length,
+        return_token_type_ids=True, verbose=False,
+    ))  # fmt: skip
+    if choices > 1:
+        for name, encoded in made.items():
+            starts = range(0, len(encoded), choices)
+            made[name] = [encoded[start : start + choices] for start in starts]
+    made["labels"] = [max(label, 0) for label in batch["label"]]
+    return made
 
 
 def with_option(question: str, option: str) -> str:
-    return (
-        question.replace(BLANK, option, 1)
-        if BLANK in question
-        else f"{question} {option}"
-    )
-
-
-def training(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Example]
-) -> Dataset:
-    """Encode every example: of a question, each choice. The longer of two texts is cut; a hidden label is 0."""
-    texts = [choice for each in examples for choice in each.choices]
-    columns = (list(column) for column in zip(*texts, strict=True))
-    made = dict(tokenizer(
-        *columns, truncation="longest_first", max_length=recipe.sequence_length,
-        return_token_type_ids=True, verbose=False,
-    ))  # fmt: skip
-    choices = len(examples[0].choices)
-    if choices > 1:
-        for name, rows in made.items():
-            starts = range(0, len(rows), choices)
-            made[name] = [rows[start : start + choices] for start in starts]
-    made["labels"] = [each.label or 0 for each in examples]
-    return Dataset.from_dict(made)
-
-
-def predicted(
-    recipe: Recipe,
-    tokenizer: PreTrainedTokenizerFast,
-    split: str,
-    examples: Sequence[Example],
-) -> tuple[Dataset, Callable[[np.ndarray, SplitScores | None], SplitScores]]:
-    """Return samples to predict, and a function to score their logits (n, classes or choices)."""
-    assert recipe.task is not None
-    facts = TASKS[recipe.task.name]
-    return training(recipe, tokenizer, examples), lambda logits, dev: score(
-        facts, split, examples, logits
-    )
+    if BLANK in question:
+        return question.replace(BLANK, option, 1)
+    return f"{question} {option}"
 
 
 def score(
-    facts: TaskFacts, split: str, examples: Sequence[Example], logits: np.ndarray
+    recipe: Recipe,
+    split: Split,
+    samples: Dataset,
+    logits: np.ndarray,
+    dev: SplitScores | None,
 ) -> SplitScores:
-    """Compute accuracy, F1 if the task has it, and RACE's accuracy by school; write the submission."""
+    """Compute accuracy, F1 if the task has it, and RACE's accuracy by school; write the submission.
+
+    `logits`: (n, classes or choices).
+    """
+    facts = TASKS[task_of(recipe).name]
     guesses = logits.argmax(-1)
+    labels = np.array(split.records["label"])
+    ids = split.records["id"]
+    known = labels != HIDDEN
     metrics = dict[str, float]()
-    known = [row for row, each in enumerate(examples) if each.label is not None]
-    if known:
-        labels = np.array([examples[row].label for row in known])
-        guessed = guesses[known]
-        metrics["accuracy"] = accuracy(guessed, labels)
+    if known.any():
+        right = (guesses == labels)[known]
+        metrics["accuracy"] = float(right.mean())
         if facts.f1:
-            metrics["f1"] = f1(guessed, labels)
+            metrics["f1"] = f1(guesses[known], labels[known])
         for school in ("middle", "high") if facts.head == "choice" else ():
-            rows = np.array([str(examples[row].id).startswith(school) for row in known])
-            if rows.any() and not rows.all():
-                metrics[f"{school}_accuracy"] = accuracy(guessed[rows], labels[rows])
-    lines = [] if facts.head == "choice" else ["index\tprediction"]
-    for each, guess in zip(examples, guesses, strict=True):
-        if facts.head == "choice":
-            answer = {
-                "example_id": each.id,
-                "question": each.question,
-                "answer": facts.labels[guess],
-            }
-            lines.append(json.dumps(answer, ensure_ascii=False))
-        else:
-            lines.append(
-                f"{each.id}\t{facts.labels[guess] if facts.named_labels else guess}"
+            of_school = np.array([each.startswith(school) for each in ids])[known]
+            if of_school.any() and not of_school.all():
+                metrics[f"{school}_accuracy"] = float(right[of_school].mean())
+    if facts.head == "choice":
+        rows = zip(ids, split.records["question"], guesses, strict=True)
+        lines = [
+            json.dumps(
+                {
+                    "example_id": own,
+                    "question": question,
+                    "answer": facts.labels[guess],
+                },
+                ensure_ascii=False,
             )
-    return SplitScores(metrics, {facts.submission[split]: "\n".join(lines) + "\n"})
-
-
-def accuracy(guesses: np.ndarray, labels: np.ndarray) -> float:
-    """Return the share of right guesses, both (n,)."""
-    return float((guesses == labels).mean())
+            for own, question, guess in rows
+        ]
+    else:
+        names = facts.labels if facts.named_labels else range(len(facts.labels))
+        pairs = zip(ids, guesses, strict=True)
+        lines = [
+            "index\tprediction",
+            *(f"{own}\t{names[guess]}" for own, guess in pairs),
+        ]
+    return SplitScores(metrics, {facts.submission[split.name]: "\n".join(lines) + "\n"})
 
 
 def f1(guesses: np.ndarray, labels: np.ndarray) -> float:
     """Return F1 of label 1, 2 tp / (2 tp + fp + fn); 0 where neither guesses nor labels have a 1."""
-    true = labels == 1
-    found = guesses == 1
-    both = int((true & found).sum())
-    sizes = int(true.sum()) + int(found.sum())
+    both = int((guesses * labels == 1).sum())
+    sizes = int((guesses == 1).sum() + (labels == 1).sum())
     return 2 * both / sizes if sizes else 0.0

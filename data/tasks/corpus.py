@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,36 +19,24 @@ from data.durable_files import Say
 from data.samples.fields import Fields, HeldOut
 from data.tasks import choices, squad
 from data.tasks.choices import SplitScores
-from data.tasks.records import (
-    Examples,
-    check_split,
-    is_test,
-    parse_examples,
-    read_split,
-)
+from data.tasks.records import Split, read_split, task_of
 from data.text.vocabulary import build_vocabulary, vocabulary_digest
-from recipes.problems import Problem, ProblemsError
-from recipes.schema import Recipe, Task
-from recipes.tasks import TASKS
-
-# to predict, in this order
-SPLITS = ("dev", "dev_mismatched", "test", "test_mismatched")
+from recipes.problems import Problem, ProblemsError, counted
+from recipes.schema import Recipe
+from recipes.tasks import SPLITS, TASKS
 
 
 @dataclass(frozen=True)
-class PredictedSplit:
-    """A split to predict: its samples and the scoring of their logits.
+class EncodedSplit:
+    """The samples of a split, and the scoring of their logits.
 
     Attributes:
         score: (logits (n, C) or (n, S, 2), the dev split's scores or None) -> metrics and submission.
-        examples: number of sound examples; `broken` ones count in no metric.
     """
 
-    name: str
+    split: Split
     samples: Dataset
     score: Callable[[np.ndarray, SplitScores | None], SplitScores]
-    examples: int
-    broken: int
 
 
 @dataclass(frozen=True)
@@ -55,32 +44,29 @@ class TaskCorpus(Corpus):
     """A corpus of `datasets`, with splits to predict at the end; dev, the first, is the validation."""
 
     train: Any
-    predicted: tuple[PredictedSplit, ...] = ()
-
-
-# Modules with the functions `parse`, `training` and `predicted` for the tasks of a head.
-KINDS: Mapping[str, Any] = {"classification": choices, "choice": choices, "span": squad}
+    predicted: tuple[EncodedSplit, ...] = ()
 
 
 def build(recipe: Recipe, say: Say = print) -> TaskCorpus:
     """Read and tokenize every split of the recipe's task, on every rank.
 
-    Raises ProblemsError: a split cannot be had, lacks the task's fields or a sound example; or the vocabulary
-    is not the model's.
+    Raises ProblemsError: a split cannot be had, lacks the task's fields or holds wrong records; or the
+    vocabulary is not the model's.
     """
-    task = _task(recipe)
-    tokenizer = build_vocabulary(recipe, (), Path(), say)
+    task = task_of(recipe)
     facts = TASKS[task.name]
-    names = ("train", *split_names(task))
-    of_train, *others = [_examples(task, split) for split in names]
-    for each in (of_train, *others):
-        if str(each):
-            say(str(each))
-    train = KINDS[facts.head].training(recipe, tokenizer, of_train.sound)
-    predicted = tuple(_predicted(recipe, tokenizer, each) for each in others)
-    target = "start_positions" if facts.head == "span" else "labels"
-    labels = np.array(train[target])
-    classes = recipe.sequence_length if facts.head == "span" else facts.classes
+    tokenizer = build_vocabulary(recipe, (), Path(), say)
+    every = _encoded(recipe, tokenizer)
+    for each in every:
+        if each.split.incomplete:
+            records = counted(each.split.incomplete, "record")
+            say(f"{each.split.name}: {records} without a text or a label left out")
+    train = every[0].samples
+    dev = every[1].samples
+    span = facts.head == "span"
+    target = "start_positions" if span else "labels"
+    classes = recipe.sequence_length if span else facts.classes
+    counts = np.bincount(train[target], minlength=classes)
     digest = 0
     for rows in train.iter(1000):
         digest = zlib.crc32(json.dumps(rows).encode(), digest)
@@ -90,97 +76,54 @@ def build(recipe: Recipe, say: Say = print) -> TaskCorpus:
         validation=HeldOut(Fields()),
         test=None,
         uniform_entropy=float(np.log(classes)),
-        unigram_entropy=unigram_cross_entropy(
-            np.bincount(labels, minlength=classes),
-            np.array(predicted[0].samples[target]),
-        ),
+        unigram_entropy=unigram_cross_entropy(counts, np.array(dev[target])),
         summary={
             "source": f"{task.name} ({task.train or facts.hub[0]})",
             "vocabulary": recipe.data.tokenizer.kind,
             "vocabulary_size": len(tokenizer),
             "vocabulary_digest": vocabulary_digest(tokenizer),
-            "train_documents": len(of_train.sound),
+            "train_documents": len(every[0].split.records),
             "train_tokens_crc32": f"{digest:08x}",
             "samples_per_epoch": len(train),
-            "validation_samples": len(predicted[0].samples),
-            "broken_examples": {each.split: len(each.broken) for each in (of_train, *others)},
+            "validation_samples": len(dev),
+            "broken_examples": {each.split.name: each.split.incomplete for each in every},
         },
-        predicted=predicted,
+        predicted=every[1:],
     )  # fmt: skip
 
 
-def splits_to_predict(recipe: Recipe, say: Say) -> tuple[PredictedSplit, ...]:
-    """Read the splits of a finished run again, to score its saved logits."""
-    task = _task(recipe)
-    tokenizer = build_vocabulary(recipe, (), Path(), say)
-    return tuple(
-        _predicted(recipe, tokenizer, _examples(task, split))
-        for split in split_names(task)
-    )
+def _encoded(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerFast
+) -> tuple[EncodedSplit, ...]:
+    """Read and encode the splits; with local files those with a file, with the hub all.
 
-
-def _predicted(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerFast, examples: Examples[Any]
-) -> PredictedSplit:
-    split = examples.split
-    sound = examples.sound
-    broken = examples.broken
-    samples, score = KINDS[TASKS[_task(recipe).name].head].predicted(
-        recipe, tokenizer, split, sound
-    )
-    scored = len(sound) - len(broken) if is_test(split) else len(sound)
-    return PredictedSplit(split, samples, score, scored, len(broken))
-
-
-def check(recipe: Recipe) -> None:
-    """Check that the files and the vocabulary of a recipe's task exist. Raises ProblemsError."""
-    task = _task(recipe)
+    Raises ProblemsError with the problems of all.
+    """
+    task = task_of(recipe)
+    facts = TASKS[task.name]
+    hub = () if task.train else facts.splits
+    kind: Any = squad if facts.head == "span" else choices
+    splits = list[Split]()
     problems = list[Problem]()
-    for split in ("train", *SPLITS):
-        path = getattr(task, split)
-        if path is None:
+    for name in SPLITS:
+        path = getattr(task, name)
+        if not (path or name in hub):
             continue
         try:
-            check_split(split, path)
+            splits.append(read_split(facts, name, path))
         except ProblemsError as error:
             problems += error.problems
-        if split.endswith("mismatched") and task.name != "mnli":
-            rule = "only MNLI has examples of other genres"
-            problems.append(
-                Problem(
-                    f"--{split}",
-                    f"--{split} with --task {task.name}",
-                    rule,
-                    "leave it out",
-                )
-            )
-    if (task.train is None) != (task.dev is None):
-        there, lacking = ("train", "dev") if task.train else ("dev", "train")
-        came = f"--{there} without --{lacking}"
-        rule = "files take the place of the hub's data set together"
-        problems.append(Problem(f"--{lacking}", came, rule, f"add --{lacking} FILE"))
     if problems:
         raise ProblemsError(problems)
-    build_vocabulary(recipe, (), Path(), lambda line: None)
-
-
-def split_names(task: Task) -> list[str]:
-    """List the splits to predict: with local files those with a file, with the hub all."""
-    local = task.train is not None
-    facts = TASKS[task.name]
-    return [
-        split
-        for split in SPLITS
-        if getattr(task, split) or (not local and split in facts.splits)
-    ]
-
-
-def _examples(task: Task, split: str) -> Examples[Any]:
-    facts = TASKS[task.name]
-    records = read_split(facts, split, getattr(task, split))
-    return parse_examples(facts, split, records, KINDS[facts.head].parse)
-
-
-def _task(recipe: Recipe) -> Task:
-    assert recipe.task is not None, "a recipe for fine-tuning"
-    return recipe.task
+    made = list[EncodedSplit]()
+    for split in splits:
+        samples = split.records.map(
+            partial(kind.encode, recipe, tokenizer),
+            batched=True,
+            with_indices=True,
+            remove_columns=split.records.column_names,
+            new_fingerprint=split.name,  # nothing is cached
+        )
+        score = partial(kind.score, recipe, split, samples)
+        made.append(EncodedSplit(split, samples, score))
+    return tuple(made)

@@ -3,172 +3,124 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+from functools import partial
+from itertools import zip_longest
+from typing import Any
+
+import datasets
+from datasets import Dataset, Features, List, Value
 
 from data import durable_files
 from recipes import files
 from recipes.problems import ProblemsError, counted
+from recipes.schema import Recipe, Task
 from recipes.tasks import TaskFacts
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 MOST_FILE = 2048 * files.MIB  # bytes; a .json is read whole
 KINDS = (
-    "JSON, JSON lines, GLUE's own tables (.tsv, .txt), RACE's own directories, parquet, or a directory that "
-    "datasets' save_to_disk wrote"
+    "JSON lines (.jsonl), a list of records or SQuAD's articles (.json), GLUE's own tables (.tsv, .txt), or "
+    "RACE's own directories"
 )
-# Columns of GLUE's own files -> fields on the hub.
+# Names of columns in the files of GLUE and on the hub -> ours; not where a task's text has the first name.
 COLUMNS = {
     "#1 String": "sentence1", "#2 String": "sentence2", "sentence1": "premise", "sentence2": "hypothesis",
-    "Quality": "label", "gold_label": "label", "is_duplicate": "label", "index": "idx", "id": "idx",
+    "Quality": "label", "gold_label": "label", "is_duplicate": "label", "answer": "label", "answers": "label",
+    "index": "id", "idx": "id", "example_id": "id",
 }  # fmt: skip
-SHOWN = 3  # broken examples to name per split
-E_co = TypeVar("E_co", covariant=True)
-
-
-class WrongRecord(ValueError):
-    """A fault of one record."""
+TEXT = Value("string")
+ANSWERS: dict[str, Any] = {"text": List(TEXT), "answer_start": List(Value("int64"))}
+HIDDEN = -1  # the label of an example that has none
+SHOWN = 3  # wrong records to name
 
 
 @dataclass(frozen=True)
-class Examples(Generic[E_co]):
-    """The sound examples of a split, and place and reason of each broken one.
+class Split:
+    """The examples of a split.
 
-    Of a test, what is readable of the broken ones is among the sound: a submission has a row for each.
+    Attributes:
+        records: texts as on the hub, "id", and "label": a number or HIDDEN; of SQuAD ANSWERS or None.
+        incomplete: number of records that were left out, since a text or a label is missing.
     """
 
-    split: str
-    sound: tuple[E_co, ...]
-    broken: tuple[str, ...]
-
-    def __str__(self) -> str:
-        """Describe the broken examples to a user; "" where there are none."""
-        if not self.broken:
-            return ""
-        named = "; ".join(self.broken[:SHOWN])
-        more = len(self.broken) - SHOWN
-        others = f"; and {more} more" if more > 0 else ""
-        fate = "predicted from what is readable" if is_test(self.split) else "left out"
-        return f"{self.split}: {counted(len(self.broken), 'broken example')} {fate}: {named}{others}"
+    name: str
+    records: Dataset
+    incomplete: int
 
 
-def read_split(facts: TaskFacts, split: str, path: str | None) -> Dataset:
-    """Read all records of a split, from a file or else from the hub.
+def read_split(facts: TaskFacts, split: str, path: str | None) -> Split:
+    """Read the examples of a split, from a file or else from the hub.
 
-    Raises ProblemsError: it cannot be had, or lacks the task's fields.
+    Of a test no record is left out: its labels may be hidden, and a submission has a row for each.
+
+    Raises ProblemsError: it cannot be had, lacks the task's fields, or holds wrong records.
     """
-    import datasets
-
     datasets.disable_progress_bars()
-    key = f"--{split}"
-    where = path or f"{facts.hub[0]} {facts.splits[split]}"
-    fix = f"give {KINDS}, in UTF-8 and not compressed"
+    there = facts.splits.get(split)
+    where = path or f"{facts.hub[0]} {there}"
+    refused = partial(_refused, f"--{split}", where)
+    test = split.startswith("test")
+    needed = (*facts.texts, *([] if test else ["label"]))
     try:
-        found = _local(files.path_of(path, key)) if path else _hub(facts, split)
+        load = partial(datasets.load_dataset, *facts.hub, split=there)
+        found = _local(path) if path else load()
+        found = _in_our_fields(facts, found, needed)
     except ProblemsError:
         raise
     except Exception as error:  # of networks, files and formats: each has its own
-        said = f"datasets cannot read it: {_last_cause(error)}"
+        said = " ".join(str(error.__cause__ or error).split())
+        fix = f"give {KINDS}, in UTF-8 and not compressed, with the fields of {facts.hub[0]}"
         if path is None:
-            fix = f"give local files with --{split} FILE ({KINDS}), or run once where there is network"
-        _refuse(key, where, said, fix)
-    if not len(found):
-        _refuse(key, where, "holds no records", f"give {KINDS}")
-    needed = (*facts.fields, *(() if is_test(split) else (facts.label,)))
-    lacking = [name for name in needed if name not in found.column_names]
-    if lacking:
-        has = ", ".join(found.column_names)
-        rule = f"its records have the fields {has}, and lack {', '.join(lacking)} of {', '.join(needed)}"
-        _refuse(key, where, rule, f"give files in the schema of {facts.hub[0]}")
-    return found
+            fix = f"give local files with --{split} FILE, or run once where there is network"
+        raise refused(f"cannot be read: {said}", fix) from None
+    rows = list[dict[str, Any]]()
+    wrong = list[str]()
+    for number, record in enumerate(found):
+        if test or all(str(record[name] or "").strip() for name in needed):
+            row = {"id": str(number), "label": None, **record}
+            hidden = test and row["label"] in (None, "", str(HIDDEN))
+            fault = _fault(facts, row)
+            wrong += [f"record {number + 1}: {fault}"] if fault and not hidden else []
+            rows.append(row)
+    if wrong:
+        rule = f"{counted(len(wrong), 'wrong record')}: {'; '.join(wrong[:SHOWN])}"
+        raise refused(rule, "correct them, or take them out of the file")
+    if not rows:
+        raise refused("holds no complete record", f"give {KINDS}")
+    return Split(split, Dataset.from_list(rows), len(found) - len(rows))
 
 
-def _last_cause(error: BaseException) -> str:
-    """Return the first line of the error that a chain of them began with."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    lines = str(error).splitlines()
-    return lines[0] if lines else type(error).__name__
+def _refused(key: str, where: str, rule: str, fix: str) -> ProblemsError:
+    return ProblemsError.of(key, where, rule, fix, where=key)
 
 
-def is_test(split: str) -> bool:
-    """Check that the labels of a split may be hidden, and its predictions are submitted."""
-    return split.startswith("test")
+def task_of(recipe: Recipe) -> Task:
+    assert recipe.task is not None, "a recipe for fine-tuning"
+    return recipe.task
 
 
-def check_split(split: str, path: str) -> None:
-    """Check that a file or directory exists. Raises ProblemsError."""
-    file = files.path_of(path, f"--{split}")
-    if not (files.is_file(file) or file.is_dir()):
-        _refuse(f"--{split}", path, "no such file or directory", f"give {KINDS}")
-
-
-def _refuse(key: str, where: str, rule: str, fix: str) -> NoReturn:
-    raise ProblemsError.of(key, where, rule, fix, where=key)
-
-
-def _local(path: Path) -> Dataset:
-    from datasets import Dataset, Features, Value
-
+def _local(place: str) -> Dataset:
+    path = files.path_of(place, place)
     kind = path.suffix.lower()
-    cache = str(durable_files.cache_directory() / "datasets")
-    if not files.is_file(path) and path.is_dir():
-        return _directory(path)
-    if kind == ".tsv" or (kind == ".txt" and _is_table(path)):
-        _, header = next(files.lines_of(path, MOST_FILE), (0, b""))
-        names = files.decode(header, path).rstrip("\r\n").split("\t")
-        how: dict[str, Any] = dict(sep="\t", quoting=csv.QUOTE_NONE)
-        how |= dict(keep_default_na=False, cache_dir=cache)
-        how["features"] = Features({name: Value("string") for name in names})
-        return _named_as_on_the_hub(Dataset.from_csv(str(path), **how))
-    if kind in (".json", ".txt"):
-        return Dataset.from_list(list(_flattened(files.read_json(path, MOST_FILE))))
     if kind in (".jsonl", ".ndjson"):
-        return Dataset.from_json(str(path), cache_dir=cache)
-    if kind == ".parquet":
-        return Dataset.from_parquet(str(path), cache_dir=cache)
-    files.refuse(path, "is of no kind that is read here", fix=f"give {KINDS}")
-
-
-def _directory(path: Path) -> Dataset:
-    """Read RACE's own directory, an article in each .txt, or what `save_to_disk` wrote."""
-    import datasets
-
-    articles = sorted(path.rglob("*.txt"))
-    if articles:
-        rows = list[dict[str, Any]]()
-        for file in articles:
-            rows += _flattened(files.read_json(file, MOST_FILE))
-        return datasets.Dataset.from_list(rows)
-    found = datasets.load_from_disk(str(path))
-    if isinstance(found, datasets.DatasetDict):
-        came = f"holds the splits {', '.join(found)}"
-        files.refuse(path, came, fix="give the directory of one of them")
-    return found
-
-
-def _hub(facts: TaskFacts, split: str) -> Dataset:
-    import datasets
-
-    name, config = facts.hub
-    return datasets.load_dataset(name, config, split=facts.splits[split])
-
-
-def _is_table(path: Path) -> bool:
-    """Tell a table (MRPC's own .txt) from an article of RACE: in JSON, no line begins with a word and a tab."""
-    return b"\t" in files.read_part(path, 0, 4096).partition(b"\n")[0].strip()
-
-
-def _named_as_on_the_hub(table: Dataset) -> Dataset:
-    """Add the fields of the hub to a table of GLUE with other columns."""
-    for theirs, ours in COLUMNS.items():
-        if theirs in table.column_names and ours not in table.column_names:
-            table = table.add_column(ours, table[theirs])
-    return table
+        cache = durable_files.cache_directory() / "datasets"
+        return Dataset.from_json(str(path), cache_dir=str(cache))
+    rows = list[Any]()
+    if path.is_dir():
+        for article in sorted(path.rglob("*.txt")):
+            rows += _flattened(files.read_json(article, MOST_FILE))
+    elif kind == ".json":
+        rows += _flattened(files.read_json(path, MOST_FILE))
+    elif kind in (".tsv", ".txt"):
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            # a quotation mark is text
+            rows += csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
+    else:
+        files.refuse(path, "is of no kind that is read here", fix=f"give {KINDS}")
+    if any(None in row for row in rows):
+        raise ValueError("a line has more fields than the first one")
+    return Dataset.from_list(rows)
 
 
 def _flattened(value: Any) -> Iterator[dict[str, Any]]:
@@ -178,12 +130,11 @@ def _flattened(value: Any) -> Iterator[dict[str, Any]]:
     "questions", "options", "answers", "id"}.
     """
     if isinstance(value, dict) and "questions" in value:
-        shared = {"article": value["article"], "example_id": value["id"]}
-        names = ("question", "options", "answer")
         hidden = [None] * len(value["questions"])
         columns = (value["questions"], value["options"], value.get("answers", hidden))
-        for row in zip(*columns, strict=True):
-            yield shared | dict(zip(names, row, strict=True))
+        for question, options, label in zip(*columns, strict=True):
+            own = {"question": question, "options": options, "label": label}
+            yield {"article": value["article"], "id": value["id"], **own}
         return
     listed = value.get("data") if isinstance(value, dict) else value
     if not isinstance(listed, list):
@@ -191,86 +142,57 @@ def _flattened(value: Any) -> Iterator[dict[str, Any]]:
             'it is a list of records, {"data": [records]}, or an article of SQuAD or RACE'
         )
     for entry in listed:
+        for paragraph in entry.get("paragraphs", ()):
+            for question in paragraph["qas"]:
+                label = question.get("answers")
+                if label is not None:
+                    label = {key: [each[key] for each in label] for key in ANSWERS}
+                yield {**question, "context": paragraph["context"], "answers": label}
         if "paragraphs" not in entry:
             yield entry
-            continue
-        for paragraph in entry["paragraphs"]:
-            for question in paragraph["qas"]:
-                answers = question.get("answers", [])
-                texts = [answer["text"] for answer in answers]
-                starts = [answer["answer_start"] for answer in answers]
-                yield {
-                    "id": question["id"],
-                    "question": question["question"],
-                    "context": paragraph["context"],
-                    "answers": {"text": texts, "answer_start": starts},
-                }
 
 
-def parse_examples(
-    facts: TaskFacts,
-    split: str,
-    records: Dataset,
-    parse: Callable[[TaskFacts, dict[str, Any], int, bool], E_co],
-) -> Examples[E_co]:
-    """Parse the examples of a split; all but a test split need labels and texts.
-
-    Raises ProblemsError: all of them are broken.
-    """
-    sound = list[E_co]()
-    broken = list[str]()
-    labelled = not is_test(split)
-    for number, record in enumerate(records):
-        try:
-            sound.append(parse(facts, record, number, labelled))
-        except WrongRecord as error:
-            broken.append(f"record {number + 1}: {error}")
-            if not labelled:
-                readable = _readable(facts, record)
-                sound.append(parse(facts, readable, number, labelled))
-    if len(broken) == len(records):
-        rule = f"all of its {counted(len(broken), 'example')} are broken: {'; '.join(broken[:SHOWN])}"
-        _refuse(f"--{split}", split, rule, "give a sound file")
-    return Examples(split, tuple(sound), tuple(broken))
+def _in_our_fields(facts: TaskFacts, found: Dataset, needed: Sequence[str]) -> Dataset:
+    """Take the columns of the task under our names, in its types. Raises ValueError: it lacks `needed` ones."""
+    features: dict[str, Any] = dict.fromkeys(("id", *facts.texts, "label"), TEXT)
+    features |= {"options": List(TEXT, length=4)} if facts.head == "choice" else {}
+    features |= {"label": ANSWERS} if facts.head == "span" else {}
+    for theirs, ours in COLUMNS.items():
+        names = found.column_names
+        if theirs in names and theirs not in features and ours not in names:
+            found = found.rename_column(theirs, ours)
+    lacking = [name for name in needed if name not in found.column_names]
+    if lacking:
+        raise ValueError(f"of {', '.join(needed)} it lacks {', '.join(lacking)}")
+    features = {name: features[name] for name in found.column_names if name in features}
+    return found.select_columns(list(features)).cast(Features(features))
 
 
-def _readable(facts: TaskFacts, value: dict[str, Any]) -> dict[str, Any]:
-    """Return the texts and identities of a broken record, without its label; a text is empty instead."""
-    readable = dict[str, Any]()
-    for name in facts.texts:
-        text = value.get(name)
-        readable[name] = text if isinstance(text, str) else ""
-    for name in ("idx", "id", "example_id"):
-        if name in value:
-            readable[name] = value[name]
-    if facts.head == "choice":
-        readable["options"] = [""] * len(facts.labels)
-    return readable
+def _fault(facts: TaskFacts, row: dict[str, Any]) -> str:
+    """Put the number of the label in its place; say what is wrong with it, "" if nothing is."""
+    if facts.head == "span":
+        return _answer_fault(facts, row)
+    stated = row["label"]
+    numbers = [str(number) for number in range(len(facts.labels))]
+    for names in (facts.labels, numbers):
+        if stated in names:
+            row["label"] = names.index(stated)
+            return ""
+    row["label"] = HIDDEN
+    known = f"it is one of 0..{numbers[-1]} ({', '.join(facts.labels)})"
+    return f"label {stated!r} is out of range: {known}"
 
 
-def text_of(record: dict[str, Any], name: str, needed: bool) -> str:
-    """Return a text field; `needed`: it is not empty. Raises WrongRecord."""
-    value = record.get(name)
-    if not isinstance(value, str):
-        found = type(value).__name__ if value is not None else "missing"
-        raise WrongRecord(f"{name} is {found}, and a text is needed")
-    if needed and not value.strip():
-        raise WrongRecord(f"{name} is empty")
-    return value
-
-
-def label_of(
-    record: dict[str, Any], name: str, labels: Sequence[str], labelled: bool
-) -> int | None:
-    """Return the number of a label, given as number or name; None: it is hidden. Raises WrongRecord."""
-    value = record.get(name)
-    if value in labels:
-        return labels.index(value)
-    if isinstance(value, str) and value.isdecimal():  # of a table with names, too
-        value = int(value)
-    if type(value) is int and 0 <= value < len(labels):
-        return value
-    if not labelled and value in (None, -1, ""):
-        return None
-    least = f"it is one of 0..{len(labels) - 1} ({', '.join(labels)})"
-    raise WrongRecord(f"{name} {value!r} is out of range: {least}")
+def _answer_fault(facts: TaskFacts, row: dict[str, Any]) -> str:
+    answers = row["label"] or dict.fromkeys(ANSWERS, ())
+    pairs = list(zip_longest(*(answers[key] or () for key in ANSWERS)))
+    for text, start in pairs[:1]:
+        if None in (text, start):
+            return "its answers are no texts with an answer_start each"
+        if start < 0 or not row["context"].startswith(text, start):
+            return (
+                f"its answer {text[:40]!r} is not at character {start} of the context"
+            )
+    if not pairs and facts.hub[0].endswith("/squad"):
+        return "it has no answer, which only SQuAD 2.0 knows"
+    return ""

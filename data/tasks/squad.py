@@ -11,8 +11,7 @@ import json
 import re
 import string
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,337 +19,210 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
 from data.tasks.choices import SplitScores
-from data.tasks.records import WrongRecord, text_of
+from data.tasks.records import Split, task_of
 from recipes.schema import Recipe
-from recipes.tasks import TaskFacts
 
-CHUNK = 1000  # texts to tokenize at once
-_Offsets = Sequence[tuple[int, int]]
+NOWHERE = (0, 0)  # characters of a token that is not of the context
 
 
-@dataclass(frozen=True)
-class SquadQuestion:
-    """A question about a text. `answers`: (text, index of its first character); None: they are hidden."""
-
-    id: str
-    question: str
-    context: str
-    answers: tuple[tuple[str, int], ...] | None
-
-
-@dataclass(frozen=True)
-class SquadWindow:
-    """Tokens `start` to `stop` of the context of question `of`, at `place` in the sample."""
-
-    of: int
-    start: int
-    stop: int
-    place: int
-
-
-@dataclass(frozen=True)
-class Windows:
-    """All windows of some questions. `offsets`: for each question, the characters of its context's tokens."""
-
-    samples: Dataset
-    windows: tuple[SquadWindow, ...]
-    offsets: tuple[_Offsets, ...]
-
-
-def parse(
-    facts: TaskFacts, record: dict[str, Any], number: int, labelled: bool
-) -> SquadQuestion:
-    """Make a question of a record in the hub's schema. Raises WrongRecord."""
-    question, context = (text_of(record, name, labelled) for name in facts.texts)
-    answers = _answers(record.get(facts.label), context)
-    if labelled and answers is None:
-        raise WrongRecord("answers are missing")
-    if labelled and not answers and facts.hub[0].endswith("/squad"):
-        raise WrongRecord("it has no answer, which only SQuAD 2.0 knows")
-    return SquadQuestion(str(record.get("id", number)), question, context, answers)
-
-
-def _answers(value: Any, context: str) -> tuple[tuple[str, int], ...] | None:
-    if value is None:
-        return None
-    if isinstance(value, list):  # as SQuAD's own JSON has them
-        texts = [answer.get("text") for answer in value]
-        starts = [answer.get("answer_start") for answer in value]
-        value = {"text": texts, "answer_start": starts}
-    try:
-        pairs = tuple(zip(value["text"], value["answer_start"], strict=True))
-        sound = all(
-            isinstance(text, str) and type(start) is int for text, start in pairs[:1]
-        )
-    except (KeyError, TypeError, ValueError):
-        sound = False
-    if not sound:
-        raise WrongRecord("answers are no texts with an answer_start each")
-    for text, start in pairs[:1]:
-        if start < 0 or context[start : start + len(text)] != text:
-            raise WrongRecord(
-                f"its answer {text[:40]!r} is not at character {start} of the context"
-            )
-    return pairs
-
-
-def windows_of(
+def encode(
     recipe: Recipe,
     tokenizer: PreTrainedTokenizerFast,
-    questions: Sequence[SquadQuestion],
-) -> Windows:
-    """Cut the contexts of questions into windows, with labels."""
-    task = recipe.task
-    length = recipe.sequence_length
-    assert task is not None
-    columns: dict[str, list[Any]] = defaultdict(list)
-    windows = list[SquadWindow]()
-    every: list[_Offsets] = []
-    cls = tokenizer.cls_token_id
-    sep = tokenizer.sep_token_id
-    for first in range(0, len(questions), CHUNK):
-        chunk = questions[first : first + CHUNK]
-        how: dict[str, Any] = dict(
-            add_special_tokens=False, return_token_type_ids=False, verbose=False
+    batch: Mapping[str, Any],
+    rows: list[int],
+) -> dict[str, Any]:
+    """Cut the contexts of questions into windows, with labels.
+
+    Besides: "row" of the question, and "characters" of the context that each token covers, else NOWHERE.
+    """
+    task = task_of(recipe)
+    made: dict[str, list[Any]] = defaultdict(list)
+    how: dict[str, Any] = dict(add_special_tokens=False, verbose=False)
+    queries = tokenizer([text or "" for text in batch["question"]], **how)["input_ids"]
+    contexts = [text or "" for text in batch["context"]]
+    texts = tokenizer(contexts, return_offsets_mapping=True, **how)
+    columns = (texts["input_ids"], texts["offset_mapping"], batch["label"])
+    for row, query, tokens, places, label in zip(rows, queries, *columns, strict=True):
+        before = [
+            tokenizer.cls_token_id,
+            *query[: task.max_query],
+            tokenizer.sep_token_id,
+        ]
+        room = recipe.sequence_length - len(before) - 1
+        answer = _tokens_of_answer(label, places)
+        windows = range(
+            0, max(1, len(tokens) - room + task.doc_stride), task.doc_stride
         )
-        asked = tokenizer([each.question for each in chunk], **how)["input_ids"]
-        texts = tokenizer(
-            [each.context for each in chunk], return_offsets_mapping=True, **how
-        )
-        found = zip(
-            chunk, asked, texts["input_ids"], texts["offset_mapping"], strict=True
-        )
-        for of, (question, query, tokens, offsets) in enumerate(found, first):
-            query = query[: task.max_query]
-            room = length - len(query) - 3
-            place = len(query) + 2
-            span = _token_span(question, offsets)
-            every.append(offsets)
-            for start in range(
-                0, max(1, len(tokens) - room + task.doc_stride), task.doc_stride
-            ):
-                stop = min(start + room, len(tokens))
-                ids = [cls, *query, sep, *tokens[start:stop], sep]
-                columns["input_ids"].append(ids)
-                columns["token_type_ids"].append([0] * place + [1] * (len(ids) - place))
-                columns["attention_mask"].append([1] * len(ids))
-                windows.append(SquadWindow(of, start, stop, place))
-                first_token = last_token = 0  # [CLS]: the answer is not in the window
-                if span is not None and start <= span[0] and span[1] < stop:
-                    shift = place - start
-                    first_token = span[0] + shift
-                    last_token = span[1] + shift
-                columns["start_positions"].append(first_token)
-                columns["end_positions"].append(last_token)
-    return Windows(Dataset.from_dict(columns), tuple(windows), tuple(every))
+        for start in windows:
+            part = slice(start, start + room)
+            ids = [*before, *tokens[part], tokenizer.sep_token_id]
+            after = len(ids) - len(before)
+            inside = answer and start <= answer[0] and answer[-1] < start + room
+            shift = len(before) - start
+            made["input_ids"].append(ids)
+            made["token_type_ids"].append([0] * len(before) + [1] * after)
+            made["attention_mask"].append([1] * len(ids))
+            made["start_positions"].append(answer[0] + shift if inside else 0)
+            made["end_positions"].append(answer[-1] + shift if inside else 0)
+            made["row"].append(row)
+            own = [NOWHERE] * len(before) + places[part]
+            made["characters"].append([*own, NOWHERE])
+    return made
 
 
-def _token_span(question: SquadQuestion, offsets: _Offsets) -> tuple[int, int] | None:
-    """Return the first and last token of the first answer; None without an answer."""
-    if not question.answers:
-        return None
-    text, start = question.answers[0]
-    end = start + len(text)
-    touched = [
-        i for i, (first, stop) in enumerate(offsets) if first < end and stop > start
-    ]
-    return (touched[0], touched[-1]) if touched else None
-
-
-def training(
-    recipe: Recipe,
-    tokenizer: PreTrainedTokenizerFast,
-    questions: Sequence[SquadQuestion],
-) -> Dataset:
-    return windows_of(recipe, tokenizer, questions).samples
-
-
-def predicted(
-    recipe: Recipe,
-    tokenizer: PreTrainedTokenizerFast,
-    split: str,
-    questions: Sequence[SquadQuestion],
-) -> tuple[Dataset, Callable[[np.ndarray, SplitScores | None], SplitScores]]:
-    """Return samples to predict, and a function to score their logits (windows, S, 2)."""
-    made = windows_of(recipe, tokenizer, questions)
-    task = recipe.task
-    assert task is not None
-
-    def score(logits: np.ndarray, dev: SplitScores | None) -> SplitScores:
-        spans = best_spans(made, questions, logits, task.max_answer)
-        return score_spans(spans, questions, with_none=task.name == "squad2", dev=dev)
-
-    return made.samples, score
-
-
-@dataclass(frozen=True)
-class Span:
-    """The best answer to a question; `no_answer`: excess of the logits for no answer over its own."""
-
-    text: str
-    no_answer: float
+def _tokens_of_answer(
+    label: Mapping[str, Any] | None, places: Sequence[tuple[int, int]]
+) -> list[int]:
+    """Return the tokens of the first answer; [] without one."""
+    if not label or not label["text"]:
+        return []
+    start = label["answer_start"][0]
+    end = start + len(label["text"][0])
+    return [i for i, (begin, stop) in enumerate(places) if begin < end and stop > start]
 
 
 def best_spans(
-    made: Windows, questions: Sequence[SquadQuestion], logits: np.ndarray, longest: int
-) -> list[Span]:
-    """Choose for each question the span with the largest sum of its two logits, over all windows.
+    records: Dataset, samples: Dataset, logits: np.ndarray, longest: int
+) -> tuple[list[str], np.ndarray]:
+    """Choose for each question the span of at most `longest` tokens with the largest sum of its two logits.
 
-    The sum for no answer is [CLS]'s, the smallest of the windows, since one window with an answer is enough.
+    `logits`: (windows, S, 2). The sum for no answer is [CLS]'s, the smallest of the windows, since one window
+    with an answer is enough. Return the texts, and the excess (n,) of the sum for no answer over theirs.
     """
-    best: list[tuple[float, int, int]] = [(-np.inf, 0, -1)] * len(questions)
-    nothing = np.full(len(questions), np.inf)
-    for window, of_window in zip(made.windows, logits.astype(np.float64), strict=True):
-        nothing[window.of] = min(nothing[window.of], of_window[0].sum())
-        count = window.stop - window.start
-        if not count:
-            continue
-        starts, ends = of_window[window.place : window.place + count].T
-        padded = np.pad(ends, (0, longest - 1), constant_values=-np.inf)
-        sums = starts[:, None] + np.lib.stride_tricks.sliding_window_view(
-            padded, longest
-        )
-        start, more = divmod(int(sums.argmax()), longest)
-        found = (
-            float(sums[start, more]),
-            window.start + start,
-            window.start + start + more,
-        )
-        if found[0] > best[window.of][0]:
-            best[window.of] = found
-    spans = []
-    for question, offsets, (score, start, end), none in zip(
-        questions, made.offsets, best, nothing, strict=True
-    ):
-        text = question.context[offsets[start][0] : offsets[end][1]] if end >= 0 else ""
-        lead = float(none - score) if np.isfinite(score) else 0.0  # of no answer
-        spans.append(Span(text, lead))
-    return spans
+    count = len(records)
+    best = np.full(count, -np.inf)
+    nothing = np.full(count, np.inf)
+    spans = [NOWHERE] * count
+    length = logits.shape[1]
+    allowed = np.tril(np.triu(np.ones((length, length), bool)), longest - 1)
+    windows = zip(samples["row"], samples["characters"], logits, strict=True)
+    for row, characters, values in windows:
+        own = values[: len(characters)].astype(np.float64)
+        nothing[row] = min(nothing[row], own[0].sum())
+        inside = np.array(characters)[:, 1] > 0
+        starts, ends = np.where(inside[:, None], own, -np.inf).T
+        size = len(own)
+        sums = np.where(allowed[:size, :size], starts[:, None] + ends, -np.inf)
+        start, end = np.unravel_index(sums.argmax(), sums.shape)
+        if sums[start, end] > best[row]:
+            best[row] = sums[start, end]
+            spans[row] = (characters[start][0], characters[end][1])
+    contexts = records["context"]
+    texts = [
+        (text or "")[slice(*span)] for text, span in zip(contexts, spans, strict=True)
+    ]
+    return texts, np.where(np.isfinite(best), nothing - best, 0.0)
 
 
-def score_spans(
-    spans: Sequence[Span],
-    questions: Sequence[SquadQuestion],
-    *,
-    with_none: bool,
+def score(
+    recipe: Recipe,
+    split: Split,
+    samples: Dataset,
+    logits: np.ndarray,
     dev: SplitScores | None,
 ) -> SplitScores:
     """Compute exact match and F1, and write SQuAD's prediction file.
 
-    `with_none`: SQuAD 2.0; its threshold for no answer is tuned for F1 on the first scored split.
+    SQuAD 2.0's threshold for no answer is tuned for F1 on the first split, `dev`.
     """
-    known = [
-        row for row, question in enumerate(questions) if question.answers is not None
-    ]
-    metrics: dict[str, float] = {}
-    texts = [span.text for span in spans]
+    task = task_of(recipe)
+    texts, odds = best_spans(split.records, samples, logits, task.max_answer)
+    with_none = task.name == "squad2"
+    return score_texts(texts, odds, split.records, dev, with_none=with_none)
 
-    def scores(texts: Sequence[str]) -> list[AnswerScore]:
-        found = []
-        for row in known:
-            right = [text for text, _ in questions[row].answers or ()]
-            found.append(score_answer(texts[row], right, with_none))
-        return found
 
+def score_texts(
+    texts: Sequence[str],
+    odds: np.ndarray,
+    records: Dataset,
+    dev: SplitScores | None,
+    *,
+    with_none: bool,
+) -> SplitScores:
+    """Score answers; `odds`: of no answer, which SQuAD 2.0 has (`with_none`)."""
+    ids = records["id"]
+    answers = [label and label["text"] for label in records["label"]]
+    metrics = dict[str, float]()
+    files = dict[str, str]()
     if with_none:
-        odds = [span.no_answer for span in spans]
-        if dev is None and known:
-            threshold = best_threshold(scores(texts), [odds[row] for row in known])
+        if dev is None:
+            threshold = best_threshold(score_answers(texts, answers, True), odds)
         else:
-            threshold = (dev.metrics if dev else {}).get("no_answer_threshold", 0.0)
-        texts = [
-            "" if odd > threshold else text
-            for text, odd in zip(texts, odds, strict=True)
-        ]
+            threshold = dev.metrics["no_answer_threshold"]
+        pairs = zip(texts, odds, strict=True)
+        texts = ["" if odd > threshold else text for text, odd in pairs]
         metrics["no_answer_threshold"] = threshold
-    if known:
-        metrics = {**means(scores(texts)), **metrics}
-    ids = [question.id for question in questions]
-    files = {"predictions.json": _json(dict(zip(ids, texts, strict=True)))}
-    if with_none:
-        files["null_odds.json"] = _json(dict(zip(ids, odds, strict=True)))
-    return SplitScores(metrics, files)
+        files["null_odds.json"] = _json(ids, odds.tolist())
+    scores = score_answers(texts, answers, with_none)
+    if len(scores):
+        metrics = means(scores) | metrics
+    return SplitScores(metrics, {"predictions.json": _json(ids, texts), **files})
 
 
-def _json(values: dict[str, Any]) -> str:
-    return json.dumps(values, ensure_ascii=False, indent=1) + "\n"
+def _json(ids: Sequence[str], values: Sequence[Any]) -> str:
+    table = dict(zip(ids, values, strict=True))
+    return json.dumps(table, ensure_ascii=False, indent=1) + "\n"
 
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(a|an|the)\b", re.UNICODE)
 
 
-@dataclass(frozen=True)
-class AnswerScore:
-    """The scores of one answer. `answerable`: the question has an answer; `empty`: the model gave none."""
-
-    exact: float
-    f1: float
-    answerable: bool
-    empty: bool
-
-
 def normalise(text: str) -> str:
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
-def score_answer(text: str, answers: Sequence[str], with_none: bool) -> AnswerScore:
-    """Score an answer against the annotators' `answers`.
+def score_answers(
+    texts: Sequence[str], answers: Sequence[Sequence[str] | None], with_none: bool
+) -> np.ndarray:
+    """Return (n, 4) for all questions whose answers are known: exact match, F1, has answers, is answered.
 
     `with_none`: SQuAD 2.0, whose script drops answers without text when normalised. That of 1.1 keeps them,
     and gives no F1 for them.
     """
-    right = list(map(normalise, answers))
-    if with_none:
-        right = [each for each in right if each] or [""]
-    said = normalise(text)
-    f1 = max(
-        (_f1(said.split(), each.split(), with_none) for each in right), default=0.0
-    )
-    return AnswerScore(float(said in right), f1, bool(answers), not text)
+    rows = []
+    for text, given in zip(texts, answers, strict=True):
+        if given is None:
+            continue
+        right = [normalise(each) for each in given]
+        if with_none:
+            right = [each for each in right if each] or [""]
+        said = normalise(text)
+        shares = [_f1(said.split(), each.split(), with_none) for each in right]
+        rows.append((said in right, max(shares, default=0), bool(given), bool(text)))
+    return np.array(rows, float).reshape(-1, 4)
 
 
 def _f1(said: Sequence[str], right: Sequence[str], with_none: bool) -> float:
     if not said or not right:
         return float(with_none and said == right)
     common = (Counter(said) & Counter(right)).total()
-    if not common:
-        return 0.0
-    precision = common / len(said)
-    recall = common / len(right)
-    return 2 * precision * recall / (precision + recall)
+    return 2 * common / (len(said) + len(right))
 
 
-def means(every: Sequence[AnswerScore]) -> dict[str, float]:
-    """Average the scores over all questions, and if there are both kinds, over each kind."""
-    answerable = [each for each in every if each.answerable]
-    others = [each for each in every if not each.answerable]
-    parts = {"": every}
-    if answerable and others:
-        parts |= {"has_answer_": answerable, "no_answer_": others}
+def means(scores: np.ndarray) -> dict[str, float]:
+    """Average scores over all questions, and if there are both kinds, over those with and without answers."""
+    answerable = scores[:, 2] > 0
+    parts = {"": scores}
+    if answerable.any() and not answerable.all():
+        parts |= {"has_answer_": scores[answerable], "no_answer_": scores[~answerable]}
     found = {}
     for prefix, part in parts.items():
-        found[f"{prefix}exact"] = sum(each.exact for each in part) / len(part)
-        found[f"{prefix}f1"] = sum(each.f1 for each in part) / len(part)
+        found[f"{prefix}exact"], found[f"{prefix}f1"] = part[:, :2].mean(0).tolist()
     return found
 
 
-def best_threshold(answered: Sequence[AnswerScore], odds: Sequence[float]) -> float:
+def best_threshold(scores: np.ndarray, odds: np.ndarray) -> float:
     """Return the threshold of the best F1: odds above it mean no answer. It is one of `odds`, or below all.
 
-    answered: scores of the best spans; odds: of no answer, for each.
+    `scores`: of the best spans; `odds`: of no answer, for each.
     """
-    best = float(sum(not each.answerable for each in answered))
-    threshold = min(odds) - 1.0
-    value = best
-    order = sorted(range(len(odds)), key=lambda i: odds[i])
-    for place, i in enumerate(order):
-        # An answer instead of none: it wins its F1, or loses the point of an unanswerable question.
-        value += (
-            answered[i].f1 if answered[i].answerable else float(answered[i].empty) - 1.0
-        )
-        last_of_equals = place + 1 == len(order) or odds[order[place + 1]] > odds[i]
-        if last_of_equals and value > best:
-            best = value
-            threshold = odds[i]
-    return threshold
+    _, f1, answerable, answered = scores.T
+    order = np.argsort(odds, kind="stable")
+    # an answer instead of none wins its F1, or loses the point of an unanswerable question
+    gains = np.where(answerable > 0, f1, -answered)[order]
+    totals = np.cumsum([len(scores) - answerable.sum(), *gains])
+    limits = np.array([odds.min() - 1, *odds[order]])
+    last_of_equals = np.append(np.diff(limits) > 0, True)
+    totals[~last_of_equals] = -np.inf
+    return float(limits[totals.argmax()])

@@ -9,10 +9,9 @@ Ours are the initial weights, the order of the examples, AdamW's groups of param
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,48 +19,39 @@ from typing import Any
 import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
-from torch.utils.data import Sampler
 from transformers import (
     DataCollatorForMultipleChoice,
     DataCollatorWithPadding,
     EvalPrediction,
     PreTrainedTokenizerFast,
-    PrinterCallback,
-    TrainerCallback,
 )
 from transformers.utils import logging
 
 from data.samples.fields import EpochOrders
 from data.tasks.corpus import TaskCorpus
 from launch.checkpoints.run_checkpoints import Checkpoint
-from launch.deepspeed_fixes.freed_gradients import keep_while_reduced
-from launch.deepspeed_fixes.loss_scale import postpone_growth
-from launch.evaluation import finetuning_predictions
-from launch.machine import compiled_ops
-from launch.ranks import ending, processes
+from launch.evaluation.finetuning_seeds import PREDICTIONS, keep_predictions
+from launch.ranks import processes
 from launch.ranks.watchdog import Phase
-from launch.records.facts import SaveOutcome, TaskScore, Validation
-from launch.training import engine as steps
-from launch.training.agreement import StepExchange, StepReport
+from launch.records.facts import SaveOutcome, StepRecord, TaskScore, Validation
+from launch.training.agreement import StepExchange, StepNews, StepReport
 from launch.training.early_ends import (
     REASONS,
-    EarlyEnd,
     EarlyStop,
     FigureBounds,
     SkipCounter,
     StopRequest,
 )
 from launch.training.job import Job
-from launch.training.run import Start, due, run_watchdog
+from launch.training.run import Start, due
 from launch.training.transformers_trainer import (
-    OwnOptimizerTrainer,
-    isolate_accelerate,
-    own_plain_engine,
+    RecordedTrainer,
+    surrounded,
     training_arguments,
 )
 from launch.weights.export import write_model
-from modeling.families import conversion_of, family_of, model_shape
-from modeling.initialization import NEW_HEADS, Init, canonical_name
+from modeling.families import conversion_of, drawn_parameters
+from modeling.initialization import NEW_HEADS
 from recipes.schema import Recipe
 
 STATE = "trainer_state.json"  # which Trainer writes last
@@ -89,56 +79,39 @@ def train(
 ) -> EarlyStop | None:
     """Fine-tune on this rank, predict every split, and add the scores on rank 0. Collective."""
     job = start.job
-    plan = job.plan
-    recipe = plan.recipe
-    with contextlib.ExitStack() as stack:
-        watchdog = stack.enter_context(run_watchdog(start))
-        compiled_ops.prepare(plan.ds, start.grid.control_group, start.recorder.say)
-        stack.enter_context(isolate_accelerate())
-        stack.enter_context(own_plain_engine(plan, start.grid))
+    recipe = job.plan.recipe
+    with surrounded(start) as around:
         logging.disable_progress_bar()
-        zero = plan.ds.get("zero_optimization", {})
-        if plan.zero_stage == 3:
-            zero = {**zero, "stage3_gather_16bit_weights_on_model_save": True}
-            plan = replace(plan, ds={**plan.ds, "zero_optimization": zero})
         arguments = training_arguments(
-            plan,
+            job.plan,
             str(job.checkpoints),
             seed=recipe.seed,
-            per_device_eval_batch_size=plan.layout.micro,
+            train_sampling_strategy="sequential",
+            per_device_eval_batch_size=job.plan.layout.micro,
             eval_on_start=start.first,
             save_total_limit=recipe.run.keep_checkpoints,
         )
-        model = _model(start, corpus.tokenizer)
-        stop = stack.enter_context(StopRequest(job.stop_file))
+        pad: Any = DataCollatorWithPadding
+        if recipe.model.task_head == "choice":
+            pad = DataCollatorForMultipleChoice
+        order = example_order(recipe, len(corpus.train))
         trainer = TaskTrainer(
-            recipe,
-            watchdog,
-            model=model,
+            start,
+            around,
+            lambda engine: TaskRun(trainer, around.stop),
+            model=_model(start, corpus.tokenizer),
             args=arguments,
-            train_dataset=corpus.train,
+            train_dataset=corpus.train.select(order),
             eval_dataset=corpus.predicted[0].samples,
-            data_collator=_collator(recipe, corpus.tokenizer),
+            data_collator=pad(corpus.tokenizer),
             processing_class=corpus.tokenizer,
             compute_metrics=_figures,
         )
-        trainer.start = start
-        trainer.examples = len(corpus.train)
-        trainer.remove_callback(PrinterCallback)
-        trainer.add_callback(RecordSteps(start, trainer, stop, stack))
-        stack.enter_context(ending.keep_error_of_block(job.directory, but=EarlyEnd))
         resumed = str(start.checkpoint.directory) if start.checkpoint else None
         trainer.train(resume_from_checkpoint=resumed)
         if trainer.stopped is None:
             scores += _predict(trainer, corpus, job.directory)
-        return trainer.stopped
-
-
-def _collator(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Any:
-    """Return what pads the samples of a micro-batch to the longest of them."""
-    if recipe.model.task_head == "choice":
-        return DataCollatorForMultipleChoice(tokenizer)
-    return DataCollatorWithPadding(tokenizer)
+    return trainer.stopped
 
 
 def _model(start: Start, tokenizer: PreTrainedTokenizerFast) -> Any:
@@ -167,39 +140,22 @@ def _export(job: Job, tokenizer: PreTrainedTokenizerFast, place: Path) -> None:
     """Write the model as `save_pretrained` does: the given encoder, and what it lacks drawn from the seed."""
     recipe = job.plan.recipe
     given = job.initial_weights.read(recipe) if job.initial_weights else None
-    how: dict[str, Any] = dict(given=given, new=NEW_HEADS)
-    init = Init(recipe.seed, recipe.init_std, recipe.model.layers, **how)
-    shape = model_shape(recipe, recipe.model.vocab_size)
-    module = family_of(recipe.model).plain(shape, group=None, init=init)
-    weights = {canonical_name(each): each.detach() for each in module.parameters()}
+    drawn = drawn_parameters(recipe, given=given, new=NEW_HEADS)
+    weights = {name: each.detach() for name, each in drawn.items()}
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir()
     write_model(recipe, weights, tokenizer, place, torch.float32)
 
 
-class ExampleOrder(Sampler[int]):
-    """The examples of all epochs after each other, each in an order of its own, up to the last full step."""
-
-    def __init__(self, recipe: Recipe, examples: int):
-        self.recipe = recipe
-        self.orders = EpochOrders(examples)
-
-    def __len__(self) -> int:
-        return self.recipe.sizes.samples(self.recipe.steps)
-
-    def __iter__(self) -> Iterator[int]:
-        for place in range(len(self)):
-            yield self.orders.locate(place, self.recipe.seed)[1]
+def example_order(recipe: Recipe, examples: int) -> list[int]:
+    """List the examples of all epochs, each in an order of its own, up to the last full step."""
+    orders = EpochOrders(examples)
+    places = range(recipe.sizes.samples(recipe.steps))
+    return [orders.locate(place, recipe.seed)[1] for place in places]
 
 
-class TaskTrainer(OwnOptimizerTrainer):
+class TaskTrainer(RecordedTrainer):
     """Trainer on a task's examples, with the accuracy of a step next to its loss."""
-
-    start: Start
-    examples: int  # of training
-
-    def _get_train_sampler(self, *_: Any) -> ExampleOrder:
-        return ExampleOrder(self.recipe, self.examples)
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, *_: Any, **__: Any
@@ -263,71 +219,61 @@ def _figures(outcome: EvalPrediction) -> dict[str, float]:
     return {"accuracy": float(accuracy), "mean": float(_loss(*found))}
 
 
-class RecordSteps(TrainerCallback):
-    """Record Trainer's steps, and say when it validates, saves and stops."""
+class TaskRun:
+    """A fine-tuning after each step, in the place of a `TrainingRun`; Trainer validates and saves."""
 
-    def __init__(
-        self,
-        start: Start,
-        trainer: TaskTrainer,
-        stop: StopRequest,
-        stack: contextlib.ExitStack,
-    ) -> None:
-        self.start = start
-        self.recipe = start.job.plan.recipe
+    def __init__(self, trainer: TaskTrainer, stop: StopRequest) -> None:
         self.trainer = trainer
         self.stop = stop
-        self.stack = stack
-        self.skipped = SkipCounter(start.job.plan.precision)
-        self.bounds = FigureBounds(start.recorder.say)
+        self.start = trainer.start
+        self.recipe = trainer.recipe
+        self.skipped = SkipCounter(self.start.job.plan.precision)
+        self.bounds = FigureBounds(self.start.recorder.say)
         self.saved_at = time.monotonic()
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.engine = self.trainer.model_wrapped
-        self.stack.enter_context(steps.release_at_end(self.engine))
-        if self.engine.fp16_enabled():
-            postpone_growth(self.engine)
-        keep_while_reduced(self.engine.optimizer)
-        self.start.recorder.mark("engine")
         self.start.recorder.mark("weights")
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.before = steps.state_before_step(self.engine)
-        self.trainer.losses.clear()
+    def fetch_next(self, step: int) -> float:
+        return 0.0
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        step = state.global_step
-        trainer = self.trainer
-        run = self.recipe.run
-        grid = self.start.grid
-        means = torch.stack(trainer.losses).mean(0)
-        figures = steps.HostCopy(steps.data_parallel_mean(means, grid))
-        every = run.save_every_minutes
-        overdue = bool(every) and time.monotonic() - self.saved_at >= 60 * (every or 0)
+    def exchange(self, waited: float) -> StepExchange:
+        every = self.recipe.run.save_every_minutes
+        overdue = every is not None and time.monotonic() - self.saved_at >= 60 * every
         stop = REASONS.index(self.stop.look())
-        report = StepReport(stop, trainer.waited, overdue=overdue)
-        exchange = StepExchange(report, grid.control_group)
-        outcome = steps.read_outcome(self.engine, self.before, figures)
-        trainer.watchdog.enter(Phase.COMPUTED)
-        news = exchange.wait()
-        trainer.watchdog.enter(Phase.RECORDING)
-        seconds = time.perf_counter() - trainer.started
-        record = replace(outcome, seconds=seconds, data_seconds=trainer.waited)
+        report = StepReport(stop, waited, overdue=overdue)
+        return StepExchange(report, self.start.grid.control_group)
+
+    def news(self, exchange: StepExchange) -> StepNews:
+        self.trainer.watchdog.enter(Phase.COMPUTED)
+        return exchange.wait()
+
+    def record(
+        self, outcome: StepRecord, seconds: float, waited: float, ranks: dict[str, Any]
+    ) -> None:
+        self.trainer.watchdog.enter(Phase.RECORDING)
+        record = replace(outcome, seconds=seconds, data_seconds=waited, **ranks)
         self.start.recorder.step(record)
         self.skipped.see(record)
         self.bounds.see(record)
-        last = step == self.recipe.steps
-        control.should_evaluate = last or due(step, run.validate_every)
-        due_now = due(step, run.save_every) or news.overdue
-        if due_now or news.stopped or (last and run.save_last):
-            control.should_save = True
+
+    def save_if_due(self, step: int, news: StepNews) -> None:
+        run = self.recipe.run
+        last = step == self.recipe.steps and run.save_last
+        if last or news.stopped or news.overdue or due(step, run.save_every):
+            self.trainer.control.should_save = True
             self.saved_at = time.monotonic()
-        if last:
+
+    def validate_if_due(self, step: int) -> None:
+        last = step == self.recipe.steps
+        wanted = last or due(step, self.recipe.run.validate_every)
+        self.trainer.control.should_evaluate = wanted
+
+    def end_if_due(self, step: int, news: StepNews) -> EarlyStop | None:
+        if step == self.recipe.steps:
             self.bounds.check_end()
         elif news.stopped:
-            control.should_evaluate = False
-            control.should_training_stop = True
-            trainer.stopped = EarlyStop(news.stopped, step, self.recipe.steps)
+            self.trainer.control.should_evaluate = False
+            return EarlyStop(news.stopped, step, self.recipe.steps)
+        return None
 
 
 def _predict(
@@ -336,15 +282,14 @@ def _predict(
     """Predict every split; rank 0 writes and returns the scores. Collective."""
     trainer.watchdog.enter(Phase.VALIDATING)
     logits = {}
-    for split in corpus.predicted:
-        found = trainer.predict(split.samples).predictions
+    for each in corpus.predicted:
+        found = trainer.predict(each.samples).predictions
         if isinstance(found, tuple):
-            found = _spans(found, split.samples["input_ids"])
-        logits[split.name] = found.astype(np.float32)
+            found = _spans(found, each.samples["input_ids"])
+        logits[each.split.name] = found.astype(np.float32)
     if processes.rank() != 0:
         return ()
-    folder = directory / finetuning_predictions.FOLDER
-    return finetuning_predictions.keep(folder, corpus.predicted, logits)
+    return keep_predictions(directory / PREDICTIONS, corpus.predicted, logits)
 
 
 def _spans(ends: Sequence[np.ndarray], tokens: Sequence[Sequence[int]]) -> np.ndarray:

@@ -6,17 +6,17 @@ decay after a warm-up over 6 % of the steps; batches of 16 or 32, learning rates
 
 from __future__ import annotations
 
+import argparse
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ds_configs.plan import Machine
 from recipes.key_paths import key_of
 from recipes.problems import ProblemsError
-from recipes.schema import Recipe, TaskName
-from recipes.tasks import TASKS
+from recipes.schema import Recipe
+from recipes.tasks import SPLITS, TASKS
 from recipes.validation import validate
 from recipes.yaml_lines import YamlDocument
 
@@ -29,82 +29,58 @@ OPTIMIZER: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True)
-class Wishes:
-    """Options of a fine-tuning from the flags; None: the task's default.
-
-    `files`: split -> path; `settings`: values of --set, which override everything else.
-    """
-
-    task: TaskName
-    files: Mapping[str, str]
-    sequence_length: int | None = None
-    epochs: float = 3.0
-    batch: int | None = None
-    lr: float | None = None
-    seed: int = 1234
-    settings: Sequence[str] = ()
-
-
 def recipe_of(
-    wishes: Wishes,
+    args: argparse.Namespace,
     model: Mapping[str, Any],
     vocabulary: Path,
     machine: Machine,
     examples: int | None = None,
 ) -> Recipe:
-    """Make the recipe of a fine-tuning. Raises RecipeError with every problem.
+    """Make the recipe of a fine-tuning from the flags. Raises ProblemsError with every problem.
 
     `model`: family, shape and placement of LayerNorm; `vocabulary`: directory of the model's vocabulary;
     `examples`: number of training samples, which decides the steps; None: not counted yet.
     """
-    facts = TASKS[wishes.task]
-    batch = wishes.batch or facts.batch
+    facts = TASKS[args.task]
+    batch = args.batch or facts.batch
     precision = "fp32"
     if machine.device.own_memory:
         precision = "bf16" if machine.bf16 else "fp16"
     values: dict[str, Any] = {
-        "title": f"{facts.title}, {wishes.epochs:g} epochs",
+        "title": f"{facts.title}, {args.epochs:g} epochs",
         "model": {
             **model, "implementation": "transformers",
             "task_head": facts.head, "head_classes": facts.classes,
         },
-        "sequence_length": wishes.sequence_length or min(facts.sequence_length, model["positions"]),
+        "sequence_length": args.sequence_length or min(facts.sequence_length, model["positions"]),
         "batch": {"global": batch},
         "steps": 1,
-        "optimizer": {"lr": wishes.lr or facts.lr, **OPTIMIZER},
+        "optimizer": {"lr": args.lr or facts.lr, **OPTIMIZER},
         "schedule": {"kind": "linear"},
         "dropout": {"hidden": 0.1, "attention": 0.1},
         "precision": precision,
-        "seed": wishes.seed,
+        "seed": args.seed,
         "data": {"tokenizer": {"kind": "file", "path": str(vocabulary)}},
-        "task": {"name": wishes.task, "epochs": float(wishes.epochs), **wishes.files},
+        "task": {"name": args.task, "epochs": float(args.epochs)},
         "run": {"keep_checkpoints": 1, "validation_samples": 1},
     }  # fmt: skip
-    first = _validated(values, wishes)
-    if examples is None:
-        return first
-    per_epoch = examples / first.batch.global_
-    asked = {key_of(text) for text in wishes.settings}
-    values["steps"] = (
-        first.steps
-        if "steps" in asked
-        else max(1, math.ceil(per_epoch * wishes.epochs))
-    )
-    every = max(1, round(per_epoch))
-    values["run"] |= {"validate_every": every, "save_every": every}
-    values["schedule"]["warmup_steps"] = min(
-        math.ceil(WARMUP * values["steps"]), values["steps"] - 1
-    )
-    return _validated(values, wishes)
-
-
-def _validated(values: Mapping[str, Any], wishes: Wishes) -> Recipe:
-    name = f"finetune/{wishes.task}"
-    recipe = validate(values, name, YamlDocument("", {}), ((),), wishes.settings)
+    values["task"] |= {split: getattr(args, split) for split in SPLITS}
+    name = f"finetune/{args.task}"
+    of = (name, YamlDocument("", {}), ((),), args.set)
+    recipe = validate(values, *of)
     if recipe.model.implementation != "transformers":
         key = "model.implementation"
         came = f"{key}={recipe.model.implementation}"
         rule = "heads of tasks are those of transformers"
         raise ProblemsError.of(key, came, rule, f"leave --set {key} out", where=name)
-    return recipe
+    if examples is None:
+        return recipe
+    per_epoch = examples / recipe.batch.global_
+    steps = recipe.steps  # as asked by --set
+    if "steps" not in map(key_of, args.set):
+        steps = max(1, math.ceil(per_epoch * args.epochs))
+    every = max(1, round(per_epoch))
+    values["steps"] = steps
+    values["run"] |= {"validate_every": every, "save_every": every}
+    values["schedule"]["warmup_steps"] = min(math.ceil(WARMUP * steps), steps - 1)
+    return validate(values, *of)

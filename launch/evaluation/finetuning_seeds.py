@@ -4,7 +4,10 @@
     OUT/ensemble/SPLIT/                  predictions of all seeds together
     OUT/runs.json, OUT/summary.json      arguments and outcome
 
-A finished run is not repeated, and an interrupted run resumes.
+A finished run is not repeated, and an interrupted run resumes. In a run:
+
+    RUN/predictions/dev/SST-2.tsv        in the form of the task's submissions
+    RUN/predictions/dev/logits.npy       (n, classes) or (windows, S, 2), float32, for ensembles
 """
 
 from __future__ import annotations
@@ -16,18 +19,25 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from pydantic import TypeAdapter
 
-from data.durable_files import write_atomically
+from data.durable_files import quiet, write_atomically
 from launch.records.facts import TaskScore
 from launch.records.result import read_result
 from recipes import files
+from recipes.catalog import load_resolved
 from recipes.problems import ProblemsError
+
+if TYPE_CHECKING:
+    from data.tasks.corpus import EncodedSplit
 
 ARGUMENTS = "runs.json"
 SUMMARY = "summary.json"
+PREDICTIONS = "predictions"
+LOGITS = "logits.npy"
 MEMBERS = 2  # least number of seeds in an ensemble
 
 
@@ -124,25 +134,42 @@ def summarize(out: Path, outcomes: Sequence[SeedOutcome], *, average: bool) -> S
 
 def ensemble(out: Path, members: Sequence[SeedOutcome]) -> tuple[TaskScore, ...]:
     """Score the seeds' mean probabilities over classes, choices, or positions of a span."""
-    from data.tasks.corpus import splits_to_predict
-    from launch.evaluation.finetuning_predictions import FOLDER, LOGITS, keep
-    from recipes.catalog import load_resolved
+    from data.tasks.corpus import build
 
+    recipe = load_resolved(out / members[0].name / "recipe.yaml")
+    splits = build(recipe, quiet).predicted
     logits = {}
-    splits = splits_to_predict(
-        load_resolved(out / members[0].name / "recipe.yaml"), lambda line: None
-    )
-    for split in splits:
-        own = [
-            np.load(out / each.name / FOLDER / split.name / LOGITS) for each in members
-        ]
-        logits[split.name] = averaged(own)
-    return keep(out / "ensemble", splits, logits)
+    for each in splits:
+        own = Path(PREDICTIONS, each.split.name, LOGITS)
+        found = [np.load(out / member.name / own) for member in members]
+        logits[each.split.name] = averaged(found)
+    return keep_predictions(out / "ensemble", splits, logits)
 
 
 def averaged(logits: Sequence[np.ndarray]) -> np.ndarray:
     """Return the logarithm of the mean probabilities; logits are (n, C), or (n, S, 2) over S."""
-    probabilities = [np.exp(x - x.max(1, keepdims=True)) for x in logits]
-    shares = np.mean([x / x.sum(1, keepdims=True) for x in probabilities], axis=0)
-    with np.errstate(divide="ignore"):  # of padding
-        return np.log(shares)
+    import torch
+
+    shares = torch.from_numpy(np.stack(logits)).softmax(2)
+    return shares.mean(0).log().numpy()
+
+
+def keep_predictions(
+    folder: Path, splits: Sequence[EncodedSplit], logits: Mapping[str, np.ndarray]
+) -> tuple[TaskScore, ...]:
+    """Score the logits of splits, dev's first; write logits and submissions below `folder`."""
+    scores = list[TaskScore]()
+    dev = None
+    for each in splits:
+        split = each.split
+        scored = each.score(logits[split.name], dev)
+        dev = dev or scored
+        place = folder / split.name
+        place.mkdir(parents=True, exist_ok=True)
+        np.save(place / LOGITS, logits[split.name])
+        for name, text in scored.files.items():
+            write_atomically(place / name, text)
+        counts = (len(split.records), split.incomplete)
+        metrics = dict(scored.metrics)
+        scores.append(TaskScore(split.name, metrics, *counts, tuple(scored.files)))
+    return tuple(scores)

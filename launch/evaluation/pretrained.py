@@ -19,7 +19,7 @@ from recipes.problems import Problem, RecipeError
 from recipes.schema import Recipe
 
 if TYPE_CHECKING:
-    from launch.weights.initial_weights import InitialWeights
+    from launch.weights.starting_model import StartingModel
 
 NAME = "pretrained.json"  # in the directory of a fine-tuning run
 # Sections and keys of a recipe that decide the pretrained weights.
@@ -59,30 +59,26 @@ class Pretrained:
 _FORM = TypeAdapter(Pretrained)
 
 
-def encoder_in(given: InitialWeights) -> tuple[dict[str, Any], Path]:
+def encoder_in(given: StartingModel) -> tuple[dict[str, Any], Path]:
     """Return the model of given weights for a recipe that fine-tunes it, and its vocabulary's directory.
 
-    That is in the run, or next to the weights. Raises ProblemsError if the model is none of our BERTs.
+    Raises ProblemsError if the model is none of our BERTs, or has no vocabulary.
     """
-    from launch.weights.foreign_weights import MegatronWeights, RunWeights
     from launch.weights.initial_weights import shown
 
-    saved = given.saved()
-    vocabulary = Path(given.directory)
-    if isinstance(saved, MegatronWeights):
-        rule = "weights of Megatron say nothing of their vocabulary"
-        fix = "pretrain from it with --init_from, and fine-tune that run"
-        raise given.error(Problem(given.key, "is a checkpoint of Megatron", rule, fix))
     model = given.model()
+    problems = []
     if not FAMILIES[model.form.family].masked:
         came = f"is a model of type {shown(model.form.model_type)}"
         fix = "give a run with a checkpoint, or a directory that save_pretrained or export_hf.py wrote"
-        raise given.error(
-            Problem(given.key, came, "heads for tasks stand on a BERT", fix)
-        )
-    if isinstance(saved, RunWeights):
-        vocabulary = saved.checkpoint.directory.parent.parent / "tokenizer"
-    return model.model_values, vocabulary.resolve()
+        rule = "heads for tasks stand on a BERT"
+        problems.append(Problem(given.key, came, rule, fix))
+    elif given.tokenizer is None:
+        fix = "pretrain from it with --init_from, and fine-tune that run"
+        problems.append(Problem(given.key, "holds no vocabulary", fix=fix))
+    if problems:
+        raise given.error(*problems)
+    return model.model_values, Path(str(given.tokenizer)).resolve()
 
 
 def pretrained_in(weights: str) -> Pretrained | None:

@@ -19,6 +19,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -47,45 +48,53 @@ from launch.training.schedule import LearningRateSchedule
 from modeling.parallel.cross_entropy import weighted_loss
 from modeling.parallel.layers import seed_step
 from modeling.parallel.process_grid import ProcessGrid
-from recipes.schema import Recipe
 
 
 def train(start: Start) -> EarlyStop | None:
     """Train by Trainer's loop; the counterpart of `launch.training.loop.train`."""
     job = start.job
-    recorder = start.recorder
-    grid = start.grid
-    plan = start.job.plan
+    plan = job.plan
     if start.done >= plan.recipe.steps:  # Trainer takes at least one step
         return None
-    with contextlib.ExitStack() as stack:
-        watchdog = stack.enter_context(run_watchdog(start))
-        compiled_ops.prepare(plan.ds, grid.control_group, recorder.say)
-        stack.enter_context(isolate_accelerate())
+    with surrounded(start) as around:
         arguments = training_arguments(plan, str(job.directory))
         drawn = start.checkpoint is None
         given = job.initial_weights
         model = transformers_model.build(plan.recipe, given, drawn=drawn)
-        stack.enter_context(own_plain_engine(plan, grid))
-        batches = training_batches(plan, start.corpus, grid, start.checkpoint)
-        stack.enter_context(contextlib.closing(batches))
-        stop = stack.enter_context(StopRequest(job.stop_file))
+        batches = training_batches(plan, start.corpus, start.grid, start.checkpoint)
+        around.stack.enter_context(contextlib.closing(batches))
 
         def begin(engine: DeepSpeedEngine) -> TrainingRun:
-            recorder.mark("engine")
-            stack.enter_context(steps.release_at_end(engine))
-            stack.enter_context(ending.keep_error_of_block(job.directory, but=EarlyEnd))
-            return stack.enter_context(
-                TrainingRun(start, engine, batches, stop, watchdog, forward)
-            )
+            own = (around.stop, around.watchdog, forward)
+            run = TrainingRun(start, engine, batches, *own)
+            return around.stack.enter_context(run)
 
         trainer = RecipeTrainer(
-            batches, plan.recipe, watchdog, model=model, args=arguments
+            batches, start, around, begin, model=model, args=arguments
         )
-        trainer.remove_callback(PrinterCallback)
-        trainer.add_callback(FollowRun(begin, trainer))
         trainer.train()
     return trainer.stopped
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a loop of Trainer stands in: a stack to leave at its end, and the user's requests to stop."""
+
+    stack: contextlib.ExitStack
+    watchdog: Watchdog
+    stop: StopRequest
+
+
+@contextlib.contextmanager
+def surrounded(start: Start) -> Iterator[Surroundings]:
+    plan = start.job.plan
+    with contextlib.ExitStack() as stack:
+        watchdog = stack.enter_context(run_watchdog(start))
+        compiled_ops.prepare(plan.ds, start.grid.control_group, start.recorder.say)
+        stack.enter_context(isolate_accelerate())
+        stack.enter_context(own_plain_engine(plan, start.grid))
+        stop = stack.enter_context(StopRequest(start.job.stop_file))
+        yield Surroundings(stack, watchdog, stop)
 
 
 def training_arguments(plan: Plan, directory: str, **more: Any) -> TrainingArguments:
@@ -97,14 +106,16 @@ def training_arguments(plan: Plan, directory: str, **more: Any) -> TrainingArgum
     layout = plan.layout
     optimizer = plan.recipe.optimizer
     threads = torch.get_num_threads()
+    # accelerate wants the section, even at stage 0, and a model that is saved whole the second key
+    zero = {"stage": plan.zero_stage, "stage3_gather_16bit_weights_on_model_save": True}
+    zero |= plan.ds.get("zero_optimization", {})
     silent: dict[str, Any] = dict.fromkeys(
         ("logging_strategy", "save_strategy", "eval_strategy"), "no"
     )
     silent |= dict.fromkeys(("log_level", "log_level_replica"), "error")
     arguments = TrainingArguments(
         output_dir=directory,
-        # accelerate wants the section, even at stage 0
-        deepspeed={"zero_optimization": {"stage": plan.zero_stage}, **plan.ds},
+        deepspeed={**plan.ds, "zero_optimization": zero},
         use_cpu=not processes.device().own_memory,
         max_steps=recipe.steps,
         per_device_train_batch_size=layout.micro,
@@ -128,65 +139,68 @@ def training_arguments(plan: Plan, directory: str, **more: Any) -> TrainingArgum
     return arguments
 
 
-class FollowRun(TrainerCallback):
-    """Begin the run once Trainer has made the engine; report its steps, and to it the run's end."""
+class RecordedTrainer(Trainer, TrainerCallback):
+    """Trainer with the recipe's groups of parameters and schedule, which reports its steps to a run.
 
-    run: TrainingRun
-
-    def __init__(
-        self, begin: Callable[[DeepSpeedEngine], TrainingRun], trainer: RecipeTrainer
-    ) -> None:
-        self.begin = begin
-        self.trainer = trainer
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        engine = self.trainer.model_wrapped
-        if engine.fp16_enabled():
-            postpone_growth(engine)
-        keep_while_reduced(engine.optimizer)
-        self.run = self.begin(engine)
-        state.global_step = self.run.start_step
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.before = steps.state_before_step(self.run.engine)
-        self.trainer.losses.clear()
-        seed_step(self.run.recipe.seed, state.global_step, self.run.grid.at)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        run = self.run
-        step = state.global_step
-        loss = steps.data_parallel_mean(
-            torch.stack(self.trainer.losses).mean(0), run.grid
-        )
-        figures = steps.HostCopy(loss.float().view(1))
-        waited = self.trainer.waited + run.fetch_next(step)
-        exchange = run.exchange(waited)
-        outcome = steps.read_outcome(run.engine, self.before, figures)
-        seconds = time.perf_counter() - self.trainer.started
-        news = run.news(exchange)
-        run.record(outcome, seconds, waited, news.rank_seconds)
-        run.save_if_due(step, news)
-        run.validate_if_due(step)
-        self.trainer.stopped = run.end_if_due(step, news)
-        control.should_training_stop |= self.trainer.stopped is not None
-
-
-class OwnOptimizerTrainer(Trainer):
-    """Trainer with the recipe's groups of parameters and schedule, which keeps the figures of a step."""
+    Once it has the engine, `begin` makes the run: a `TrainingRun`, or what has its methods after a step.
+    """
 
     # Accelerate puts stand-ins and DeepSpeed's engine where Trainer's annotations promise torch's classes.
     model_wrapped: Any
     optimizer: Any
     lr_scheduler: Any
+    run: Any
 
-    def __init__(self, recipe: Recipe, watchdog: Watchdog, **arguments: Any) -> None:
+    def __init__(
+        self,
+        start: Start,
+        surroundings: Surroundings,
+        begin: Callable[[DeepSpeedEngine], Any],
+        **arguments: Any,
+    ) -> None:
         super().__init__(**arguments)
-        self.recipe = recipe
-        self.watchdog = watchdog
+        self.remove_callback(PrinterCallback)
+        self.add_callback(self)
+        self.begin = begin
+        self.start = start
+        self.recipe = start.job.plan.recipe
+        self.enter = surroundings.stack.enter_context
+        self.watchdog = surroundings.watchdog
         self.losses: list[torch.Tensor] = []  # of the micro-batches of the current step
         # wall time when the step began; seconds it waited for its batch
         self.started = self.waited = 0.0
         self.stopped: EarlyStop | None = None  # how the run was stopped early
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        engine = self.model_wrapped
+        if engine.fp16_enabled():
+            postpone_growth(engine)
+        keep_while_reduced(engine.optimizer)
+        self.start.recorder.mark("engine")
+        self.enter(steps.release_at_end(engine))
+        self.enter(ending.keep_error_of_block(self.start.job.directory, but=EarlyEnd))
+        self.run = self.begin(engine)
+        state.global_step = self.start.done
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.before = steps.state_before_step(self.model_wrapped)
+        self.losses.clear()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        run = self.run
+        step = state.global_step
+        means = torch.stack(self.losses).mean(0).view(-1)
+        figures = steps.HostCopy(steps.data_parallel_mean(means, self.start.grid))
+        waited = self.waited + run.fetch_next(step)
+        exchange = run.exchange(waited)
+        outcome = steps.read_outcome(self.model_wrapped, self.before, figures)
+        seconds = time.perf_counter() - self.started
+        news = run.news(exchange)
+        run.record(outcome, seconds, waited, news.rank_seconds)
+        run.save_if_due(step, news)
+        run.validate_if_due(step)
+        self.stopped = run.end_if_due(step, news)
+        control.should_training_stop |= self.stopped is not None
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -226,12 +240,16 @@ class OwnOptimizerTrainer(Trainer):
         return 0
 
 
-class RecipeTrainer(OwnOptimizerTrainer):
+class RecipeTrainer(RecordedTrainer):
     """Trainer on the recipe's batches and loss."""
 
     def __init__(self, batches: StepBatches, *given: Any, **arguments: Any) -> None:
         super().__init__(*given, **arguments)
         self.batches = batches
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        super().on_step_begin(args, state, control)
+        seed_step(self.recipe.seed, state.global_step, self.start.grid.at)
 
     def get_train_dataloader(self) -> Any:
         """Return an iterator over micro-batches."""

@@ -12,6 +12,7 @@ from compared import check_all_layouts
 from launching import ROOT, WORKERS, environment, run, run_ranks
 from rank_server import free_port
 from second_device.running import check_equal, needed, on_board, train_layouts
+from tasked import save_bert, sentences, write_lines
 
 from data.durable_files import cache_directory
 from launch.experiments.parity.layout_cases import LayoutCase
@@ -52,6 +53,25 @@ def test_losses_of_every_stage_and_of_two_ranks_are_the_cpus(tmp_path):
 )
 def test_newer_features_train_there_as_on_the_cpu(tmp_path, settings, cases):
     check_equal(tmp_path, GPT2, [*FP32, *settings], cases)
+
+
+@pytest.mark.ci
+def test_a_fine_tuning_has_the_cpus_losses(tmp_path):
+    files = []
+    for split, seed in (("train", 0), ("dev", 1)):
+        files += [f"--{split}", write_lines(tmp_path / f"{split}.jsonl", sentences(40, seed))]
+    flags = ["--task", "sst2", "--init", save_bert(tmp_path / "bert"), "--sequence_length", 32, *files]
+    flags += ["--ds_config", "zero1", "--batch", 8, "--lr", 1e-3, "--steps", 5]
+    for setting in ("dropout.hidden=0", "dropout.attention=0", "precision=fp32"):
+        flags += ["--set", setting]
+    there, here = [], []
+    for found, env in ((there, on_board()), (here, None)):
+        out = tmp_path / str(env is None)
+        done = run_ranks(1, ROOT / "launch/finetune.py", *flags, "--out", out, env=env)
+        assert done.returncode == 0, done.stdout[-3000:]
+        read = read_metrics(out / "metrics.jsonl")
+        found += [each.loss for each in (*read.steps, *read.validations)]
+    assert there == pytest.approx(here, abs=2e-6) and len(there) == 7
 
 
 @pytest.mark.ci
@@ -167,6 +187,7 @@ def test_a_row_of_every_published_table_trains(tmp_path, name):
 
 
 COMMANDS = (
+    "test_finetune.py",
     "test_generate.py",
     "test_export_hf.py",
     "training/test_run_weights.py",
@@ -180,10 +201,7 @@ COMMANDS = (
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("file", COMMANDS)
 def test_tests_of_commands_pass_there(file):
-    """What they launch has the second device: scores, text, weights, kills and resumes.
-
-    Not fine-tuning: accelerate does not know the device, and Trainer puts its batches on the CPU.
-    """
+    """What they launch has the second device: scores, fine-tuning, text, weights, kills and resumes."""
     env = {"LAUNCHED_ON": "board", "PYTHONPATH": on_board()["PYTHONPATH"]}
     done = run([sys.executable, "-m", "pytest", "-q", f"tests/launch/{file}"], env=env, timeout=1700)
     assert done.returncode == 0, done.stdout[-6000:]

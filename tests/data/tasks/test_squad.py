@@ -8,24 +8,13 @@ import random
 
 import numpy as np
 import pytest
+from datasets import Dataset
 from tasked import VOCABULARY, WORDS
 from transformers import BertTokenizer
 
 from data.tasks.choices import SplitScores
-from data.tasks.records import WrongRecord
-from data.tasks.squad import (
-    Span,
-    SquadQuestion,
-    best_spans,
-    best_threshold,
-    means,
-    parse,
-    score_answer,
-    score_spans,
-    windows_of,
-)
+from data.tasks.squad import best_spans, best_threshold, encode, means, score_answers, score_texts
 from recipes.schema import Recipe
-from recipes.tasks import TASKS
 
 
 @pytest.fixture(scope="module")
@@ -44,17 +33,27 @@ def recipe(name="squad1", length=24, stride=5, longest=4) -> Recipe:
     ))  # fmt: skip
 
 
-def drawn(count: int, seed: int = 0) -> list[SquadQuestion]:
+def drawn(count: int, seed: int = 0) -> Dataset:
     """Questions about texts of very different lengths, every third without an answer."""
     chosen, found = random.Random(seed), []
     for number in range(count):
         words = chosen.choices(WORDS, k=chosen.choice([1, 3, 12, 19, 20, 40]))
         context, at = " ".join(words), chosen.randrange(len(words))
         start = len(" ".join(words[:at])) + (at > 0)
-        answers = ((words[at], start),) if number % 3 else ()
+        answers = {"text": [words[at]], "answer_start": [start]} if number % 3 else {}
         query = " ".join(chosen.choices(WORDS, k=chosen.randint(1, 9)))
-        found.append(SquadQuestion(str(number), query, context, answers))
-    return found
+        label = answers or {"text": [], "answer_start": []}
+        found.append({"id": str(number), "question": query, "context": context, "label": label})
+    return Dataset.from_list(found)
+
+
+def windows_of(records, tokenizer, recipe) -> Dataset:
+    return Dataset.from_dict(encode(recipe, tokenizer, records[:], [*range(len(records))]))
+
+
+def answered(answers) -> Dataset:
+    label = [None if each is None else {"text": each, "answer_start": [0] * len(each)} for each in answers]
+    return Dataset.from_dict({"id": [str(i) for i in range(len(answers))], "label": label})
 
 
 def said_and_right() -> tuple[list[str], list[list[str]], list[float]]:
@@ -91,21 +90,21 @@ OFFICIAL = {
 
 def test_metrics_are_those_of_the_official_script():
     said, right, odds = said_and_right()
-    every = [score_answer(text, answers, True) for text, answers in zip(said, right, strict=True)]
-    threshold = best_threshold(every, odds)
+    every = score_answers(said, right, True)
+    threshold = best_threshold(every, np.array(odds))
     assert threshold == OFFICIAL["best_f1_threshold"]
+    assert (
+        best_threshold(np.array([[1.0, 1, 1, 1], [0, 0, 0, 1]]), np.zeros(2)) == -1
+    )  # equal odds go together
     plain = means(every)
-    assert plain == pytest.approx({name: OFFICIAL[name] for name in plain}, abs=1e-12)
-    questions = [
-        SquadQuestion(str(i), "?", "", tuple((a, 0) for a in answers)) for i, answers in enumerate(right)
-    ]
-    spans = [Span(text, odd) for text, odd in zip(said, odds, strict=True)]
-    tuned = score_spans(spans, questions, with_none=True, dev=None)
+    assert plain == pytest.approx({name: OFFICIAL[name] for name in plain}, abs=1e-12) and len(plain) == 6
+    tuned = score_texts(said, np.array(odds), answered(right), None, with_none=True)
     for name in ("exact", "f1"):
         assert tuned.metrics[name] == pytest.approx(OFFICIAL[f"{name}_above_threshold"], abs=1e-12)
     assert tuned.metrics["no_answer_threshold"] == threshold
     kept = json.loads(tuned.files["predictions.json"])
     assert all((kept[str(i)] == "") == (odd > threshold or not said[i]) for i, odd in enumerate(odds))
+    assert json.loads(tuned.files["null_odds.json"])["1"] == odds[1]
 
 
 @pytest.mark.parametrize(
@@ -117,86 +116,61 @@ def test_metrics_are_those_of_the_official_script():
 )  # fmt: skip
 def test_answers_of_articles_alone_count_by_the_script_of_1_1(said, right, exact, f1):
     """Its exact match compares them, its F1 has no common word. The script of 2.0 drops such an answer."""
-    found = score_answer(said, right, with_none=False)
-    assert (found.exact, found.f1) == (exact, pytest.approx(f1))
-    questions = [SquadQuestion("x", "?", "", tuple((text, 0) for text in right))]
-    done = score_spans([Span(said, 0.0)], questions, with_none=False, dev=None)
-    assert done.metrics == {"exact": exact, "f1": pytest.approx(f1)}
+    done = score_texts([said], np.zeros(1), answered([right]), None, with_none=False)
+    assert done.metrics == {"exact": exact, "f1": pytest.approx(f1)} and [*done.files] == ["predictions.json"]
 
 
 def test_a_test_split_takes_the_threshold_of_dev():
-    questions = [SquadQuestion("x", "?", "", None)]
     dev = SplitScores({"no_answer_threshold": 1.5}, {})
     for odd, text in ((1.4, "yes"), (1.6, "")):
-        done = score_spans([Span("yes", odd)], questions, with_none=True, dev=dev)
-        assert json.loads(done.files["predictions.json"]) == {"x": text} and "f1" not in done.metrics
+        done = score_texts(["yes"], np.array([odd]), answered([None]), dev, with_none=True)
+        assert json.loads(done.files["predictions.json"]) == {"0": text} and "f1" not in done.metrics
 
 
 def test_windows_cover_every_text_and_hold_its_answers(tokenizer):
-    questions, wanted = drawn(60), recipe()
-    made = windows_of(wanted, tokenizer, questions)
-    fields = made.samples[:]
-    assert len(made.windows) > len(questions)
+    records, wanted = drawn(60), recipe()
+    fields = windows_of(records, tokenizer, wanted)[:]
+    assert len(fields["row"]) > len(records)
     answered = set()
-    for number, question in enumerate(questions):
-        ids = tokenizer(question.context, add_special_tokens=False)["input_ids"]
-        query = tokenizer(question.question, add_special_tokens=False)["input_ids"][:6]
-        covered, own = set(), [i for i, window in enumerate(made.windows) if window.of == number]
-        for i in own:
-            window = made.windows[i]
-            row = [tokenizer.cls_token_id, *query, tokenizer.sep_token_id, *ids[window.start : window.stop]]
-            assert fields["input_ids"][i] == [*row, tokenizer.sep_token_id]
-            assert sum(fields["token_type_ids"][i]) == window.stop - window.start + 1
-            covered.update(range(window.start, window.stop))
+    for number, record in enumerate(records):
+        context, answers = record["context"], record["label"]
+        made = tokenizer(context, add_special_tokens=False, return_offsets_mapping=True)
+        ids, places = made["input_ids"], [list(place) for place in made["offset_mapping"]]
+        query = tokenizer(record["question"], add_special_tokens=False)["input_ids"][:6]
+        before = [tokenizer.cls_token_id, *query, tokenizer.sep_token_id]
+        own = [i for i, row in enumerate(fields["row"]) if row == number]
+        room = 24 - len(before) - 1
+        for place, i in enumerate(own):
+            part = slice(5 * place, 5 * place + room)
+            assert fields["input_ids"][i] == [*before, *ids[part], tokenizer.sep_token_id]
+            assert sum(fields["token_type_ids"][i]) == len(ids[part]) + 1
+            characters = fields["characters"][i]
+            assert characters == [[0, 0]] * len(before) + places[part] + [[0, 0]]
             start, end = fields["start_positions"][i], fields["end_positions"][i]
             if start:
-                text, at = question.answers[0]
-                first, last = (made.offsets[number][p - window.place + window.start] for p in (start, end))
-                assert question.context[first[0] : last[1]] == text and first[0] == at
+                begin, stop = characters[start][0], characters[end][1]
+                assert context[begin:stop] == answers["text"][0] and begin == answers["answer_start"][0]
                 answered.add(number)
             else:
                 assert end == 0
-        assert covered == set(range(len(ids)))
-        starts = [made.windows[i].start for i in own]
-        assert starts == [5 * i for i in range(len(own))]
-    assert answered == {number for number, question in enumerate(questions) if question.answers}
+        assert part.stop >= len(ids) > part.stop - 5 or len(own) == 1
+    assert answered == {number for number, label in enumerate(records["label"]) if label["text"]}
 
 
 def test_the_best_span_is_that_of_all_windows(tokenizer):
     """Against trying every span of at most four tokens of every window."""
-    questions, longest = drawn(25, seed=2), 4
-    made = windows_of(recipe(), tokenizer, questions)
-    logits = np.random.default_rng(0).normal(size=(len(made.windows), 24, 2)).astype(np.float32)
-    found = best_spans(made, questions, logits, longest)
-    for number, (question, span) in enumerate(zip(questions, found, strict=True)):
+    records, longest = drawn(25, seed=2), 4
+    made = windows_of(records, tokenizer, recipe())
+    logits = np.random.default_rng(0).normal(size=(len(made), 24, 2)).astype(np.float32)
+    texts, odds = best_spans(records, made, logits, longest)
+    for number, context in enumerate(records["context"]):
         best, none = (-np.inf, ""), np.inf
-        for window, values in zip(made.windows, logits.astype(np.float64), strict=True):
-            if window.of != number:
+        for row, characters, values in zip(made["row"], made["characters"], logits.tolist(), strict=True):
+            if row != number:
                 continue
-            none = min(none, values[0, 0] + values[0, 1])
-            for start, end in itertools.product(range(window.start, window.stop), repeat=2):
-                if 0 <= end - start < longest:
-                    place = window.place - window.start
-                    score = values[start + place, 0] + values[end + place, 1]
-                    characters = made.offsets[number]
-                    text = question.context[characters[start][0] : characters[end][1]]
-                    best = max(best, (score, text))
-        assert span.text == best[1] and span.no_answer == pytest.approx(none - best[0])
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"context": None}, "context is missing"),
-        ({"answers": None}, "answers are missing"),
-        ({"answers": {"text": ["x"], "answer_start": []}}, "no texts with an answer_start each"),
-        ({"answers": {"text": ["film"], "answer_start": [0]}}, "'film' is not at character 0"),
-        ({"answers": {"text": [], "answer_start": []}}, "it has no answer"),
-    ],
-)
-def test_a_broken_question_says_why(changes, said):
-    record = {"id": "1", "question": "one?", "context": "a film"}
-    record["answers"] = {"text": ["film"], "answer_start": [2]}
-    assert parse(TASKS["squad1"], record, 0, True).answers == (("film", 2),)
-    with pytest.raises(WrongRecord, match=said):
-        parse(TASKS["squad1"], {**record, **changes}, 0, True)
+            none = min(none, values[0][0] + values[0][1])
+            for start, end in itertools.product(range(len(characters)), repeat=2):
+                if 0 <= end - start < longest and characters[start][1] and characters[end][1]:
+                    text = context[characters[start][0] : characters[end][1]]
+                    best = max(best, (values[start][0] + values[end][1], text))
+        assert texts[number] == best[1] and odds[number] == pytest.approx(none - best[0])

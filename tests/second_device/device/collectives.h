@@ -90,7 +90,10 @@ class Group final : public c10d::Backend {
   }
   WorkPtr allgather_into_tensor_coalesced(Tensors& r, Tensors& t, const c10d::AllgatherOptions& options) override {
     return begun({r, t}, r, [options](auto& gloo, Lists& on) {
-      for (size_t i = 0; i < on[0].size(); i++) gloo._allgather_base(on[0][i], on[1][i], options)->wait();
+      for (size_t i = 0; i < on[0].size(); i++) {
+        Tensor result = on[0][i].view(-1), input = on[1][i].flatten();  // as NCCL, which asks for sizes only
+        gloo._allgather_base(result, input, options)->wait();
+      }
     });
   }
   WorkPtr reduce_scatter(Tensors& r, Lists& t, const c10d::ReduceScatterOptions& options) override {

@@ -1,8 +1,8 @@
 """Give every Python process the second device, with DS_ACCELERATOR=board, and this and tests/ on PYTHONPATH.
 
 DeepSpeed chooses its accelerator where `deepspeed.accelerator.real_accelerator` is first asked. The device is
-registered when that module is loaded, so that programs that never load DeepSpeed pay nothing. accelerate has a
-list of devices, which is changed when it is loaded.
+registered when that module is loaded, so that programs that never load DeepSpeed pay nothing. accelerate and
+transformers have lists of devices, which are changed when they are loaded.
 """
 
 import importlib.abc
@@ -23,7 +23,15 @@ def add_device(module):
     add_to_accelerate(module)
 
 
-AFTER = {"deepspeed.accelerator.real_accelerator": choose, "accelerate.state": add_device}
+def has_bf16(module):
+    module.is_torch_bf16_gpu_available = lambda: True
+
+
+AFTER = {
+    "deepspeed.accelerator.real_accelerator": choose,
+    "accelerate.state": add_device,
+    "transformers.utils.import_utils": has_bf16,
+}
 
 
 class Finder(importlib.abc.MetaPathFinder):
