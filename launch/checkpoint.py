@@ -194,7 +194,7 @@ def adopt(args: argparse.Namespace) -> int:
     from launch.records import metrics, vocabulary
     from launch.training.run import checksum
     from launch.training.schedule import learning_rate
-    from launch.training.start import Training, job_of, open_run_directory, text_of
+    from launch.training.start import job_of, open_run_directory, text_of
     from launch.weights.adoption import Adoption
     from recipes import catalog
 
@@ -205,11 +205,10 @@ def adopt(args: argparse.Namespace) -> int:
     name = catalog.full_name(adopts.recipe_name)
     job = job_of(args, recipe, name, machine, None)
     adopted = adopts.noted(job.plan, args.set, learning_rate)
-    job = replace(job, plan=adopted)
     original = catalog.load(adopts.recipe_name)
-    training = Training(job, original, False, False, lambda meeting: corpus)
+    job = replace(job, plan=adopted, original=original)
     corpus = build(recipe, say=terminal.say)
-    directory = open_run_directory(training)
+    directory = open_run_directory(job)
     assert directory and recipe.branch
     vocabulary.keep(directory.path, corpus.tokenizer)
     metrics.begin_branch(directory.metrics_jsonl, recipe.branch)
