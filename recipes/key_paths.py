@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
@@ -13,6 +14,7 @@ from recipes.problems import nearest
 from recipes.schema import Recipe
 
 Path = Sequence[str | int]  # of keys, and indices of the parts of a list
+Difference = tuple[str, Any, Any]  # dotted key, old value, new value
 # Key -> words that others use for it.
 _MEANT = {
     "data.name": "path paths file files folder dir directory dataset corpus data_path train_file",
@@ -153,20 +155,27 @@ def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield prefix, tree
 
 
-def differences(
-    old: Any, new: Any, among: Collection[str] | None = None
-) -> list[tuple[str, Any, Any]]:
-    """List (dotted key, old value, new value) of differing leaves; "absent" if one side lacks the key.
+@dataclass(frozen=True)
+class Keys:
+    """Dotted keys that a question is about, each with all below it."""
 
-    `among`: the keys that are asked for, each with all below it; None: all.
-    """
+    of: Collection[str] | None = None  # None: all
+    but: Collection[str] = ()  # of those
+
+    def __contains__(self, key: str) -> bool:
+        asked = self.of is None or is_part(key, self.of)
+        return asked and not is_part(key, self.but)
+
+
+def differences(old: Any, new: Any, asked: Keys = Keys()) -> list[Difference]:
+    """List the differing leaves among keys; the value is "absent" on a side that lacks the key."""
     before = dict(flatten(old))
     after = dict(flatten(new))
     found = []
     for key in {**before, **after}:
         was = before.get(key, "absent")
         now = after.get(key, "absent")
-        if was != now and (among is None or is_part(key, among)):
+        if was != now and key in asked:
             found.append((key, was, now))
     return found
 

@@ -15,6 +15,7 @@ from launch.checkpoints.stored import StoredTensors
 from launch.checkpoints.tensor_file import BUCKET, DTYPES
 from modeling.families import meta_parameters, with_few_layers
 from recipes import catalog, files
+from recipes.changes import KEPT_BY_RESUME, changes
 from recipes.problems import Problem, ProblemsError, some
 from recipes.schema import Recipe
 
@@ -79,7 +80,8 @@ def recipe_fault(directory: Path, held: Manifest) -> Fault | None:
 
 def other_recipe(held: Manifest, recipe: Recipe, where: str = "") -> str:
     """Say where the recipe of a manifest differs from its run's in what decides numbers; "" nowhere."""
-    changed = catalog.changes(recipe, Recipe.model_validate(held.recipe)).refused
+    there = Recipe.model_validate(held.recipe)
+    changed = changes(recipe, there, KEPT_BY_RESUME)
     listed = some(
         [f"{key} is {here} instead of {there}" for key, there, here in changed]
     )

@@ -13,8 +13,8 @@ from pydantic import TypeAdapter
 from data.durable_files import write_atomically
 from launch.records.directory import RunDirectory
 from recipes import catalog, files
+from recipes.changes import PRETRAINED, changes
 from recipes.families import FAMILIES
-from recipes.key_paths import differences, is_part
 from recipes.problems import Problem, RecipeError
 from recipes.schema import Recipe
 
@@ -22,19 +22,6 @@ if TYPE_CHECKING:
     from launch.weights.initial_weights import InitialWeights
 
 NAME = "pretrained.json"  # in the directory of a fine-tuning run
-# Sections and keys of a recipe that decide the pretrained weights.
-DECISIVE = (
-    "model",
-    "sequence_length",
-    "batch.global",
-    "batch.rampup",
-    "steps",
-    "optimizer",
-    "schedule",
-    "dropout",
-    "init_std",
-    "data",
-)
 
 
 @dataclass(frozen=True)
@@ -112,8 +99,8 @@ def changed_from_row(name: str, recipe: Recipe) -> tuple[str, ...] | None:
         row = catalog.load(name)
     except RecipeError:
         return None
-    both = (each.as_data() for each in (row, recipe))
-    return tuple(key for key, _, _ in differences(*both) if is_part(key, DECISIVE))
+    changed = changes(row, recipe, PRETRAINED, stated=True)
+    return tuple(key for key, _, _ in changed)
 
 
 def keep(run: Path, pretrained: Pretrained) -> None:

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from data.corpus import Corpus
     from launch.ranks.meeting import Meeting
     from launch.training.early_ends import EarlyStop
-    from launch.training.run import Start
 
 Wish = Literal["auto", "on", "off"]
 WISHES: tuple[Wish, ...] = ("auto", "on", "off")
@@ -108,8 +107,8 @@ class Job:
     recipe_of: Path | None = None
     # makes the training data on all ranks together, and raises ValueError or OSError; None: the recipe's
     corpus: Callable[[Meeting], Corpus] | None = None
-    # trains instead of our loop
-    loop: Callable[[Start], EarlyStop | None] | None = None
+    # trains instead of our loop, from a `Start`
+    loop: Callable[[Any], EarlyStop | None] | None = None
     # finds the checkpoints that the loop keeps
     saved: Callable[[Path], Iterable[Checkpoint | DamagedCheckpoint]] = found
     # on rank 0 after a good end; makes the sample or the scores

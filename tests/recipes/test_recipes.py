@@ -15,8 +15,9 @@ from ds_configs.findings import ConfigError
 from ds_configs.plan import GPU, Machine
 from ds_configs.resolver import resolve
 from recipes import catalog
-from recipes.catalog import changes, digest, dump, load, load_resolved
-from recipes.key_paths import paths
+from recipes.catalog import digest, dump, load, load_resolved
+from recipes.changes import KEPT_BY_RESUME, changes
+from recipes.key_paths import Keys, paths
 from recipes.problems import Key, Problem, ProblemsError, RecipeError, Setting
 from recipes.schema import Recipe
 from recipes.tables import read_table
@@ -616,9 +617,10 @@ def test_tiny_leaves_a_band_within_short_samples(table):
 
 def test_a_run_may_not_resume_with_other_positions():
     base, long = load(), ["sequence_length=128", "model.positions=256"]
-    assert changes(base, load(overrides=["model.positions=256"])) == ([], [])
-    assert changes(base, load(overrides=["model.positions=300"])).refused == [("model.positions", None, 300)]
-    refused = changes(base, load(overrides=long)).refused
+    assert not changes(base, load(overrides=["model.positions=256"]), Keys())
+    more = load(overrides=["model.positions=300"])
+    assert changes(base, more, KEPT_BY_RESUME) == [("model.positions", None, 300)]
+    refused = changes(base, load(overrides=long), KEPT_BY_RESUME)
     assert {key for key, *_ in refused} == {"model.positions", "sequence_length"}
 
 
