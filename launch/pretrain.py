@@ -199,7 +199,7 @@ def checked_job(args: argparse.Namespace) -> Job:
             "task", "a recipe with a task", "pretraining has none", fix
         )
     name = source.name if source else catalog.full_name(recipe_name)
-    name += "-tiny" if tiny else ""
+    name += "-tiny" if tiny or (source and source.tiny) else ""
     # `job_of` tells it, with the problems of this machine
     with contextlib.suppress(ValueError):
         plan = resolve(

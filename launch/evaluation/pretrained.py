@@ -68,7 +68,8 @@ def encoder_in(given: InitialWeights) -> tuple[dict[str, Any], Path]:
             Problem(given.key, came, "heads for tasks stand on a BERT", fix)
         )
     if isinstance(saved, RunWeights):
-        vocabulary = saved.checkpoint.directory.parent.parent / "tokenizer"
+        run = RunDirectory.around(saved.checkpoint.directory)
+        vocabulary = run.tokenizer if run else vocabulary
     return model.model_values, vocabulary.resolve()
 
 
@@ -80,17 +81,17 @@ def pretrained_in(weights: str) -> Pretrained | None:
     if not isinstance(saved, RunWeights):
         return None
     checkpoint = saved.checkpoint
-    launches = []
+    run = RunDirectory.around(checkpoint.directory)
+    launch = None
     with contextlib.suppress(ValueError, OSError):
-        launches = RunDirectory(checkpoint.directory.parent.parent).launches()
-    if not launches:
+        launch = run and run.newest_launch()
+    if not launch:
         return None
-    tiny = launches[-1].tiny
-    name = launches[-1].recipe
     place = str(checkpoint.directory.resolve())
-    name = name.removesuffix("-tiny") if tiny else name
+    name = launch.row
+    steps = saved.recipe.steps
     changed = changed_from_row(name, saved.recipe)
-    return Pretrained(place, name, tiny, checkpoint.step, saved.recipe.steps, changed)
+    return Pretrained(place, name, launch.tiny, checkpoint.step, steps, changed)
 
 
 def changed_from_row(name: str, recipe: Recipe) -> tuple[str, ...] | None:

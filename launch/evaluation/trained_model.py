@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from data.text.vocabulary import gpt2_tokenizer, missing_roles, vocabulary_size
 from data.text.vocabulary_files import read_tokenizer
 from launch.records import vocabulary
+from launch.records.directory import RunDirectory
 from launch.weights.foreign_weights import RunWeights
 from launch.weights.initial_weights import KEY as INIT_FROM
 from launch.weights.initial_weights import InitialWeights
@@ -94,7 +95,8 @@ def _open(
         recipe = saved.recipe
         weights = saved.checkpoint.directory
         step = saved.checkpoint.step
-        run = weights.parent.parent if weights.parent.name == "checkpoints" else None
+        around = RunDirectory.around(weights)
+        run = around.path if around else None
     check(recipe)
     # The sentence head is unused; the weights may lack it.
     recipe = recipe.model_copy(

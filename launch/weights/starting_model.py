@@ -11,6 +11,7 @@ from typing import Any
 from data.text.vocabulary import build_vocabulary, vocabulary_size
 from data.text.vocabulary_files import read_tokenizer
 from ds_configs.findings import Notice
+from launch.records.directory import RunDirectory
 from launch.weights.foreign_weights import KEY, RunWeights
 from launch.weights.initial_weights import TOKENIZERS, GivenModel, InitialWeights
 from recipes import catalog
@@ -54,7 +55,8 @@ class StartingModel(InitialWeights):
         saved = self.saved()
         place = Path(self.directory)
         if isinstance(saved, RunWeights):
-            place = saved.checkpoint.directory.parent.parent / "tokenizer"
+            run = RunDirectory.around(saved.checkpoint.directory)
+            place = run.tokenizer if run else place
         if any((place / name).is_file() for name in _FILES):
             return place
         return None
