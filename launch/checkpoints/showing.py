@@ -10,8 +10,9 @@ from launch.checkpoints.manifest import Fault, Manifest
 from launch.checkpoints.run_checkpoints import Checkpoint, DamagedCheckpoint
 from launch.checkpoints.tensor_file import DTYPES
 from launch.console import terminal
+from launch.console.page import Page
 from launch.console.progress import bar
-from launch.console.text_table import NOTHING, aligned, table
+from launch.console.text_table import NOTHING
 from recipes import files
 from recipes.problems import amount, counted
 
@@ -27,8 +28,10 @@ def show(path: Path, step: int | None) -> int:
         print(_one(every[0]))
         return 0
     headings = ("step", "saved", "size", "saved under", "state")
-    rows = table([_row(each) for each in every], headings, "rlrll", terminal.columns())
-    print(f"{every[0].directory.parent}\n{rows}")
+    page = Page(terminal.columns(), indent=0)
+    place = str(every[0].directory.parent)
+    page.table(map(_row, every), headings, "rlrll", heading=[place])
+    print(page)
     terminal.say(BY_SIZE)
     return 0
 
@@ -83,8 +86,10 @@ def _one(each: Checkpoint | DamagedCheckpoint) -> str:
         shape = " x ".join(map(str, tensor.shape))
         pieces = sum(map(len, tensor.series))
         rows.append((name, shape, pieces, _type(types[name], tensor.form)))
-    shown = table(rows, ("tensor", "shape", "pieces", "type"), "llrl", width)
-    return f"{aligned(facts, width=width)}\n\n{shown}"
+    page = Page(width, indent=0)
+    page.facts(*facts)
+    page.table(rows, ("tensor", "shape", "pieces", "type"), "llrl")
+    return str(page)
 
 
 def _dtypes(checkpoint: Checkpoint) -> dict[str, dict[str, str]]:

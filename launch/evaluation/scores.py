@@ -11,7 +11,8 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from data.durable_files import write_atomically
-from launch.console.text_table import aligned, number, table
+from launch.console.page import Page
+from launch.console.text_table import number
 from recipes import catalog, files
 from recipes.schema import Downstream
 
@@ -156,10 +157,11 @@ def figure_text(name: str, value: float) -> str:
 
 def describe(score: Score, width: int | None = None) -> str:
     """Return figures and facts in two columns, followed by the published figures of the task."""
-    lines = aligned(_lines(score), width=width)
+    page = Page(width, indent=0)
+    page.facts(*_lines(score))
     beside = published_next_to(score.task)
     if not beside:
-        return lines
+        return str(page)
     (figure,) = {each.figure for each in beside}
     rows = [
         (
@@ -169,7 +171,8 @@ def describe(score: Score, width: int | None = None) -> str:
         )
     ]
     rows += [(each.model, each.printed, each.source) for each in beside]
-    return f"{lines}\n\n{table(rows, ('', WORDS[figure], 'source'), 'lrl', width)}"
+    page.table(rows, ("", WORDS[figure], "source"), "lrl")
+    return str(page)
 
 
 def _lines(score: Score) -> Iterator[tuple[str, str]]:

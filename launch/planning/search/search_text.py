@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from launch.planning.page import Page
+from launch.console.page import Page
 from launch.planning.prediction.forecast_text import (
     CATEGORIES,
     error,
