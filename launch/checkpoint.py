@@ -164,12 +164,14 @@ def export(run_at: str, out: str) -> int:
     from launch.console import new_output
     from launch.console.progress import bar
     from launch.records import vocabulary
+    from launch.records.directory import RunDirectory
     from launch.training.schedule import learning_rate
     from launch.weights import universal
-    from launch.weights.export import recipe_of
+    from modeling.formats.huggingface.conversion import check_convertible
 
     run, step = branching.split(run_at, "RUN")
-    recipe = recipe_of(run)
+    recipe = RunDirectory(run).recipe()
+    check_convertible(recipe.model)
     checkpoint, damaged = run_checkpoints.newest_whole(run, step)
     for each in damaged:
         terminal.say(f"WARNING: {each}; step {checkpoint.step} is exported", sys.stderr)

@@ -17,9 +17,8 @@ from typing import Any
 import yaml
 
 from recipes import files
-from recipes.changes import NO_NUMBER
 from recipes.consistency import schedule_problems
-from recipes.key_paths import key_of
+from recipes.key_paths import NO_NUMBER, key_of
 from recipes.problems import Problem, ProblemsError, RecipeError, nearest, some
 from recipes.schema import Recipe
 from recipes.tables import FOLDER, RECORDED, RecordedTable, Table, read_table

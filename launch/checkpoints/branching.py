@@ -19,10 +19,9 @@ from launch.ranks.processes import from_rank_0
 from launch.records.recorded_run import RecordedRun
 from modeling.parallel.process_grid import ProcessGrid
 from recipes import catalog, files
-from recipes.changes import BRANCHED, DECISIVE, OTHER_TEXT, READ_ANEW, changes
 from recipes.consistency import schedule_problems
 from recipes.families import TRAINED
-from recipes.key_paths import key_of
+from recipes.key_paths import BRANCHED, DECISIVE, OTHER_TEXT, READ_ANEW, changes, key_of
 from recipes.problems import Problem, ProblemsError, RecipeError
 from recipes.schema import Branch, Change, Recipe, Tokenizer
 

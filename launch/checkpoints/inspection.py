@@ -17,7 +17,7 @@ from launch.checkpoints.tensor_file import BUCKET, DTYPES
 from launch.records.directory import RunDirectory
 from modeling.families import meta_parameters, with_few_layers
 from recipes import catalog, files
-from recipes.changes import KEPT_BY_RESUME, changes
+from recipes.key_paths import KEPT_BY_RESUME, changes
 from recipes.problems import Problem, ProblemsError, some
 from recipes.schema import Recipe
 

@@ -30,9 +30,8 @@ from launch.checkpoints.sums import sums_of
 from launch.deepspeed_fixes.short_steps import Fragment
 from launch.ranks.processes import from_rank_0, merged
 from modeling.initialization import DTYPES, canonical_name, shard_of
-from recipes.changes import NEXT_STEP, changes
 from recipes.files import FileError
-from recipes.key_paths import flatten
+from recipes.key_paths import NEXT_STEP, changes, flatten
 from recipes.problems import Problem, counted, some
 from recipes.schema import Recipe
 

@@ -10,9 +10,8 @@ from launch.checkpoints.manifest import Fault, Manifest
 from launch.checkpoints.run_checkpoints import Checkpoint, DamagedCheckpoint
 from launch.checkpoints.tensor_file import DTYPES
 from launch.console import terminal
-from launch.console.page import Page
 from launch.console.progress import bar
-from launch.console.text_table import NOTHING
+from launch.console.text_table import NOTHING, Page
 from recipes import files
 from recipes.problems import amount, counted
 

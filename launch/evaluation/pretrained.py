@@ -13,8 +13,8 @@ from pydantic import TypeAdapter
 from data.durable_files import write_atomically
 from launch.records.directory import RunDirectory
 from recipes import catalog, files
-from recipes.changes import PRETRAINED, changes
 from recipes.families import FAMILIES
+from recipes.key_paths import PRETRAINED, changes
 from recipes.problems import Problem, RecipeError
 from recipes.schema import Recipe
 

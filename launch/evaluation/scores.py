@@ -11,8 +11,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from data.durable_files import write_atomically
-from launch.console.page import Page
-from launch.console.text_table import number
+from launch.console.text_table import Page, number
 from recipes import catalog, files
 from recipes.schema import Downstream
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from launch.console.page import Page
+from launch.console.text_table import Page
 from launch.planning.memory_fit import Fit, fit, how
 from launch.planning.prediction.forecast import Forecast
 from launch.planning.prediction.forecast_text import duration, errors

@@ -16,8 +16,13 @@ from launch.records.facts import RECORDS_LOST, RunFacts
 from launch.records.metrics import Records, read_metrics, unused_name
 from launch.records.result import OURS
 from recipes import files
-from recipes.changes import KEPT_BY_RESUME, NOTED_BY_RESUME, changes
-from recipes.key_paths import Keys, differences
+from recipes.key_paths import (
+    KEPT_BY_RESUME,
+    NOTED_BY_RESUME,
+    Keys,
+    changes,
+    differences,
+)
 from recipes.problems import counted
 from recipes.schema import Recipe
 

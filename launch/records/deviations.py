@@ -13,8 +13,7 @@ from ds_configs.findings import ConfigError, Findings, find, lookup, read
 from ds_configs.plan import ANY_GPU, Plan
 from ds_configs.sections import zero
 from launch.records.facts import RunFacts
-from recipes.changes import DEVIATING, WORK, changes
-from recipes.key_paths import flatten, is_part
+from recipes.key_paths import DEVIATING, WORK, changes, flatten, is_part
 from recipes.layout import Layout, share_batch
 from recipes.problems import Problem
 from recipes.schema import Recipe

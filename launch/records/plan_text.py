@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_configs.plan import Plan
-from launch.console.page import Page
-from launch.console.text_table import short
+from launch.console.text_table import Page, short
 from launch.machine.memory import model_states
 from modeling import cost
 from recipes.consistency import untrained

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from launch.console.page import Page
-from launch.console.text_table import number
+from launch.console.text_table import Page, number
 from launch.records.result import OURS, TFLOPS_BY, HeldOutLoss, Result, TrainingLoss
 from recipes.problems import amount
 

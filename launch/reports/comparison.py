@@ -21,7 +21,7 @@ from launch.reports.entries import (
 from launch.reports.frames import ReportTable
 from launch.reports.runs import ReportedRun
 from recipes import key_paths
-from recipes.changes import NO_NUMBER, TEXT, TEXT_OF_GPT
+from recipes.key_paths import NO_NUMBER, TEXT, TEXT_OF_GPT
 from recipes.problems import counted
 
 MOST_COMPARED = 6  # runs; a table of more columns is unreadable

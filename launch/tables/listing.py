@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from launch.console import arguments, terminal
-from launch.console.page import Page
+from launch.console.text_table import Page
 from launch.machine.memory import Memory, this_machine
 from launch.planning.memory_fit import fit, how
 from launch.planning.prediction import hardware

@@ -11,7 +11,7 @@ from ds_configs.findings import ConfigError, lookup
 from ds_configs.plan import Plan
 from launch.console import arguments, launch_lines, terminal
 from launch.console.launch_lines import SCRIPT, deepspeed, quoted
-from launch.console.page import Page
+from launch.console.text_table import Page
 from launch.planning import memory_fit
 from launch.planning.resolved_plans import processes, published_plan
 from launch.records.plan_text import Surroundings, describe_plan

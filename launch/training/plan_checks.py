@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from ds_configs import known_keys
 from ds_configs.findings import read
 from ds_configs.plan import Plan
-from launch.console.page import Page
+from launch.console.text_table import Page
 from launch.machine import checks, description, drivers
 from launch.machine.checks import Check, failed, ok, unchecked, warning
 from launch.ranks import joining, processes

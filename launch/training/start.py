@@ -193,9 +193,14 @@ def job_of(
     """
     take_file_handles(checks.files_needed(processes.world_size(), processes.rank()))
     plan = plan_job(
-        recipe, args.ds_config, machine, compiled=args.compile == "on", initial_weights=weights,
-        elsewhere=args.plan and not processes.launched(), planned=args.processes,
-    )  # fmt: skip
+        recipe,
+        args.ds_config,
+        machine,
+        compiled=args.compile == "on",
+        initial_weights=weights,
+        elsewhere=args.plan and not processes.launched(),
+        planned=args.processes,
+    )
     # Now, since a run that still trains there may save newer ones later.
     weights = weights and weights.resolved()
     text = getattr(args, "text", None)

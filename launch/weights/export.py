@@ -27,9 +27,8 @@ from launch.checkpoints.run_checkpoints import Checkpoint
 from launch.checkpoints.stored import StoredTensors
 from launch.checkpoints.tensor_file import Reader, TensorEntry
 from launch.machine import memory
-from launch.records.directory import RunDirectory
 from modeling.families import conversion_of, family_of, meta_parameters, whole_model
-from modeling.formats.huggingface.conversion import Logits, Tensors, check_convertible
+from modeling.formats.huggingface.conversion import Logits, Tensors
 from modeling.lazy_weights import LazyWeights
 from recipes import catalog
 from recipes.files import FileError, refuse
@@ -72,13 +71,6 @@ class Export:
 
 class ExportMismatch(RuntimeError):
     """An exported model with other logits or other numbers than ours."""
-
-
-def recipe_of(run: Path) -> Recipe:
-    """Read a run's recipe. Raises ValueError if `run` is no run, or `transformers` has no such model."""
-    recipe = RunDirectory(run).recipe()
-    check_convertible(recipe.model)
-    return recipe
 
 
 def export(  # noqa: PLR0913

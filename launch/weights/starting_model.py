@@ -11,7 +11,6 @@ from typing import Any
 from data.text.vocabulary import build_vocabulary, vocabulary_size
 from data.text.vocabulary_files import read_tokenizer
 from ds_configs.findings import Notice
-from launch.records.directory import RunDirectory
 from launch.weights.foreign_weights import KEY, RunWeights
 from launch.weights.initial_weights import TOKENIZERS, GivenModel, InitialWeights
 from recipes import catalog
@@ -55,8 +54,7 @@ class StartingModel(InitialWeights):
         saved = self.saved()
         place = Path(self.directory)
         if isinstance(saved, RunWeights):
-            run = RunDirectory.around(saved.checkpoint.directory)
-            place = run.tokenizer if run else place
+            place = saved.checkpoint.directory.parent.parent / "tokenizer"
         if any((place / name).is_file() for name in _FILES):
             return place
         return None

@@ -9,7 +9,7 @@ from ds_configs.plan import HOST, Machine
 from ds_configs.resolver import resolve
 from launch.records.plan_text import Surroundings, describe_plan
 from recipes import catalog
-from recipes.changes import KEPT_BY_RESUME, changes
+from recipes.key_paths import KEPT_BY_RESUME, changes
 from recipes.layout import batch_schedule
 from recipes.problems import RecipeError
 

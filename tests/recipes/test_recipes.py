@@ -16,8 +16,7 @@ from ds_configs.plan import GPU, Machine
 from ds_configs.resolver import resolve
 from recipes import catalog
 from recipes.catalog import digest, dump, load, load_resolved
-from recipes.changes import KEPT_BY_RESUME, changes
-from recipes.key_paths import Keys, paths
+from recipes.key_paths import KEPT_BY_RESUME, Keys, changes, paths
 from recipes.problems import Key, Problem, ProblemsError, RecipeError, Setting
 from recipes.schema import Recipe
 from recipes.tables import read_table

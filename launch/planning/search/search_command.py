@@ -11,7 +11,7 @@ from typing import NamedTuple
 from data.durable_files import write_atomically
 from ds_configs.findings import find, read
 from launch.console import arguments, launch_lines, new_output, terminal
-from launch.console.page import Page
+from launch.console.text_table import Page
 from launch.planning.prediction import hardware
 from launch.planning.prediction.workload import Workload
 from launch.planning.search import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from launch.console.page import Page
+from launch.console.text_table import Page
 from launch.planning.prediction.forecast_text import (
     CATEGORIES,
     error,
