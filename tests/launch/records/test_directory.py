@@ -123,6 +123,7 @@ def test_resume_adds_a_launch(tmp_path):
     run = create(tmp_path, plan(), resume=True)
     assert run.resumed and run.notices == ()
     assert len(run.launches()) == 2
+    assert run.newest_launch() == run.launches()[1]
     assert len(read_metrics(run.metrics_jsonl)) == 3
 
 
