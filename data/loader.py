@@ -276,9 +276,14 @@ class StepBatches:
 
 
 def _make_step(
-    samples: TrainingSamples, seed: int, layout: Layout, sizes: BatchSchedule, dp_rank: int, pinned: bool,
+    samples: TrainingSamples,
+    seed: int,
+    layout: Layout,
+    sizes: BatchSchedule,
+    dp_rank: int,
+    pinned: bool,
     step: int,
-) -> Made:  # fmt: skip
+) -> Made:
     """Make the batches of the step after `step` completed ones, the state after it and their `batch_sum`."""
     rows = sizes.samples(step) + rank_rows(layout, dp_rank, sizes.size(step))
     micro = layout.micro

@@ -167,12 +167,14 @@ def export(run_at: str, out: str) -> int:
     from launch.console import new_output
     from launch.console.progress import bar
     from launch.records import vocabulary
+    from launch.records.directory import RunDirectory
     from launch.training.schedule import learning_rate
     from launch.weights import universal
-    from launch.weights.export import recipe_of
+    from modeling.formats.huggingface.conversion import check_convertible
 
     run, step = branching.split(run_at, "RUN")
-    recipe = recipe_of(run)
+    recipe = RunDirectory(run).recipe()
+    check_convertible(recipe.model)
     checkpoint, damaged = run_checkpoints.newest_whole(run, step)
     for each in damaged:
         terminal.say(f"WARNING: {each}; step {checkpoint.step} is exported", sys.stderr)
@@ -197,7 +199,7 @@ def adopt(args: argparse.Namespace) -> int:
     from launch.records import metrics, vocabulary
     from launch.training.run import checksum
     from launch.training.schedule import learning_rate
-    from launch.training.start import Training, job_of, open_run_directory, text_of
+    from launch.training.start import job_of, open_run_directory, text_of
     from launch.weights.adoption import Adoption
     from recipes import catalog
 
@@ -208,11 +210,10 @@ def adopt(args: argparse.Namespace) -> int:
     name = catalog.full_name(adopts.recipe_name)
     job = job_of(args, recipe, name, machine, None)
     adopted = adopts.noted(job.plan, args.set, learning_rate)
-    job = replace(job, plan=adopted)
     original = catalog.load(adopts.recipe_name)
-    training = Training(job, original, False, False, lambda meeting: corpus)
+    job = replace(job, plan=adopted, original=original)
     corpus = build(recipe, say=terminal.say)
-    directory = open_run_directory(training)
+    directory = open_run_directory(job)
     assert directory and recipe.branch
     vocabulary.keep(directory.path, corpus.tokenizer)
     metrics.begin_branch(directory.metrics_jsonl, recipe.branch)

@@ -105,10 +105,13 @@ def export(
     from launch.checkpoints import run_checkpoints
     from launch.console.progress import bar
     from launch.records import vocabulary
+    from launch.records.directory import RunDirectory
     from launch.weights import export as exporting
+    from modeling.formats.huggingface.conversion import check_convertible
 
     run = Path(run)
-    recipe = exporting.recipe_of(run)
+    recipe = RunDirectory(run).recipe()
+    check_convertible(recipe.model)
     checkpoint, damaged = run_checkpoints.newest_whole(run, step)
     for each in damaged:
         terminal.say(f"WARNING: {each}; step {checkpoint.step} is exported", sys.stderr)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 if not __package__:
@@ -18,7 +19,6 @@ from launch.experiments.launching import torchrun
 from launch.records.facts import Ending, TaskScore
 from launch.training.start import (
     RUN_RULES,
-    Training,
     add_run_arguments,
     job_of,
     launch,
@@ -32,6 +32,7 @@ from recipes.tasks import SPLITS, TASKS
 if TYPE_CHECKING:
     from data.corpus import Corpus
     from launch.training.early_ends import EarlyStop
+    from launch.training.job import Job
     from launch.training.run import Start
 
 EXAMPLES = """\
@@ -233,7 +234,7 @@ def common_arguments(typed: Sequence[str]) -> tuple[str, ...]:
     return tuple(own.parse_known_args(typed)[1])
 
 
-def checked(args: argparse.Namespace) -> Training:
+def checked(args: argparse.Namespace) -> Job:
     """Make the fine-tuning from the flags; the number of training examples decides its steps.
 
     Raises ValueError with every problem.
@@ -270,20 +271,18 @@ def checked(args: argparse.Namespace) -> Training:
 
         return train(start, corpus, scores)
 
-    def outcome(_: Corpus) -> Ending:
+    def outcome(job: Job, _: Corpus) -> Ending:
         if encoder:
             pretrained.keep(job.directory, encoder)
         return Ending(task_scores=tuple(scores))
 
-    return Training(
+    return replace(
         job,
-        original,
-        False,
-        machine.emulated_fp16,
-        lambda meeting: corpus,
-        loop,
-        checkpoints,
-        outcome,
+        original=original,
+        corpus=lambda meeting: corpus,
+        loop=loop,
+        saved=checkpoints,
+        outcome=outcome,
     )
 
 

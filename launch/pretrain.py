@@ -25,18 +25,9 @@ from launch.console import arguments, ends
 from launch.console.text_table import aligned
 from launch.machine import description
 from launch.ranks import joining, processes
-from launch.ranks.meeting import Meeting
 from launch.records.facts import Ending
 from launch.records.plan_text import titled
-from launch.training.start import (
-    RUN_RULES,
-    Training,
-    add_run_arguments,
-    job_of,
-    launch,
-    say_on_rank_0,
-    text_of,
-)
+from launch.training.start import RUN_RULES, add_run_arguments, job_of, launch, text_of
 from modeling import cost
 from recipes import catalog
 from recipes.files import checked, path_of
@@ -176,11 +167,11 @@ def main() -> None:
     if args.list:
         print(aligned(catalog.titles().items()))
         return
-    launch(args, lambda: training_of(args))
+    launch(args, lambda: checked_job(args))
 
 
-def training_of(args: argparse.Namespace) -> Training:
-    """Make the training of the flags. Raises ValueError with every problem."""
+def checked_job(args: argparse.Namespace) -> Job:
+    """Make the job of the flags. Raises ValueError with every problem."""
     source, point = source_of(args)
     recipe_name: str | Path = source.path if source else args.recipe
     tiny = args.tiny and not (source and source.tiny)
@@ -211,7 +202,7 @@ def training_of(args: argparse.Namespace) -> Training:
             "task", "a recipe with a task", "pretraining has none", fix
         )
     name = source.name if source else catalog.full_name(recipe_name)
-    name += "-tiny" if tiny else ""
+    name += "-tiny" if tiny or (source and source.tiny) else ""
     # `job_of` tells it, with the problems of this machine
     with contextlib.suppress(ValueError):
         plan = resolve(
@@ -232,16 +223,11 @@ def training_of(args: argparse.Namespace) -> Training:
         tiny = tiny or source.tiny
         taken = None if source.path == job.directory else source.path
         job = replace(job, recipe_of=taken)
+    return replace(job, original=original, tiny=tiny, outcome=sampled)
 
-    def corpus(meeting: Meeting) -> Corpus:
-        from data.corpus import build
 
-        return build(job.plan.recipe, job.cache, say=say_on_rank_0, once=meeting.once)
-
-    def outcome(corpus: Corpus) -> Ending:
-        return Ending(sample=sample(job.plan.recipe, job.checkpoints, corpus.tokenizer))
-
-    return Training(job, original, tiny, machine.emulated_fp16, corpus, outcome=outcome)
+def sampled(job: Job, corpus: Corpus) -> Ending:
+    return Ending(sample=sample(job.plan.recipe, job.checkpoints, corpus.tokenizer))
 
 
 def sample(

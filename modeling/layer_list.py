@@ -98,10 +98,13 @@ class ModelShape:
     def of_every_layer(self) -> dict[str, Any]:
         """Arguments common to the shapes of all layers."""
         return dict(
-            hidden=self.hidden, heads=self.heads, hidden_dropout=self.hidden_dropout,
-            attention_dropout=self.attention_dropout, sequence_parallel=self.sequence_parallel,
+            hidden=self.hidden,
+            heads=self.heads,
+            hidden_dropout=self.hidden_dropout,
+            attention_dropout=self.attention_dropout,
+            sequence_parallel=self.sequence_parallel,
             recomputes_core=self.recomputes_core,
-        )  # fmt: skip
+        )
 
     def positions_group(self, group: Group) -> Group:
         """Return the tensor group that shares the stream's positions; None: every rank holds them all."""
@@ -469,10 +472,17 @@ def common_shape(recipe: Recipe, padded_vocab: int) -> dict[str, Any]:
     """Return the fields common to every `ModelShape`, from a recipe and the rows of the embedding."""
     model = recipe.model
     return dict(
-        layers=model.layers, hidden=model.hidden, heads=model.heads, vocab=model.vocab_size,
-        padded_vocab=padded_vocab, positions=recipe.positions,
-        hidden_dropout=recipe.dropout.hidden, attention_dropout=recipe.dropout.attention,
-        checkpoint_interval=recipe.checkpoint_interval, recomputes_core=recipe.recomputes_core,
-        sequence_parallel=recipe.parallel.sequence, shared_layers=model.shared_layers,
+        layers=model.layers,
+        hidden=model.hidden,
+        heads=model.heads,
+        vocab=model.vocab_size,
+        padded_vocab=padded_vocab,
+        positions=recipe.positions,
+        hidden_dropout=recipe.dropout.hidden,
+        attention_dropout=recipe.dropout.attention,
+        checkpoint_interval=recipe.checkpoint_interval,
+        recomputes_core=recipe.recomputes_core,
+        sequence_parallel=recipe.parallel.sequence,
+        shared_layers=model.shared_layers,
         borders=recipe.data.borders,
-    )  # fmt: skip
+    )

@@ -12,13 +12,13 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
 from recipes import files
 from recipes.consistency import schedule_problems
-from recipes.key_paths import differences, is_part, key_of
+from recipes.key_paths import NO_NUMBER, key_of
 from recipes.problems import Problem, ProblemsError, RecipeError, nearest, some
 from recipes.schema import Recipe
 from recipes.tables import FOLDER, RECORDED, RecordedTable, Table, read_table
@@ -29,37 +29,6 @@ FLAG = "--recipe"
 DEFAULT_RECIPE = "default/sotu"
 # for given weights of that family
 BY_FAMILY = {"gpt2": DEFAULT_RECIPE, "bert": "bert/sotu"}
-
-# These change reports or the sharing of the work, never a number of the training.
-NOT_IN_DIGEST = frozenset({
-    "title", "run", "ds_config", "parallel", "hardware", "published", "inferred", "differs", "unknown",
-    "note",
-})  # fmt: skip
-# Keys or sections that may change on resuming: those above, keys of layout, rounding and reading of the same
-# numbers, and the end of the run. Every other key decides the numbers of the training.
-MAY_CHANGE = frozenset({
-    *NOT_IN_DIGEST, "activation_checkpointing", "batch.accumulation", "batch.micro", "data.broken_records",
-    "model.implementation", "model.vocab_divisible_by", "precision", "steps",
-})  # fmt: skip
-# Keys or sections that may change besides where a run branches off. What the weights and moments are made for
-# stays.
-BRANCH_MAY_CHANGE = frozenset({
-    *MAY_CHANGE, "batch", "data", "dropout", "model.positions", "optimizer", "schedule", "seed",
-    "sequence_length",
-})  # fmt: skip
-BRANCH_KEEPS = ("data.tokenizer", "optimizer.name")  # of those sections
-# A branch with other values of these reads its data from their beginning.
-ORDER = ("data", "seed", "sequence_length")
-
-
-Change = tuple[str, Any, Any]  # dotted key, there, now
-
-
-class Changes(NamedTuple):
-    """Differences between a run's recipe and the recipe to resume it with, or to branch off with."""
-
-    allowed: list[Change]
-    refused: list[Change]
 
 
 def titles() -> dict[str, str]:
@@ -153,44 +122,12 @@ def digest(recipe: Recipe) -> str:
     `steps`.
     """
     values = {
-        key: value
-        for key, value in recipe.compared().items()
-        if key not in NOT_IN_DIGEST
+        key: value for key, value in recipe.compared().items() if key not in NO_NUMBER
     }
     values["batch"] = {key: values["batch"][key] for key in ("global", "rampup")}
-    values["schedule"]["decay_steps"] = recipe.decay_steps
     # sound data have none, and a run reports skips
     del values["steps"], values["data"]["broken_records"]
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
-
-
-def changes(there: Recipe, now: Recipe) -> Changes:
-    """Compare the recipe of a run with the recipe to resume it with.
-
-    Two schedules are compared by the step of the learning rate's decay.
-    """
-    both = []
-    for recipe in (there, now):
-        values = recipe.compared()
-        values["schedule"]["decay_steps"] = recipe.decay_steps
-        both.append(values)
-    allowed = list[Change]()
-    refused = list[Change]()
-    for change in differences(*both):
-        (allowed if is_part(change[0], MAY_CHANGE) else refused).append(change)
-    return Changes(allowed, refused)
-
-
-def branch_changes(there: Recipe, now: Recipe) -> Changes:
-    """Compare the recipe of a run with that of a branch, but for values that decide no number."""
-    allowed = list[Change]()
-    refused = list[Change]()
-    for change in differences(there.compared(), now.compared()):
-        key = change[0]
-        may = is_part(key, BRANCH_MAY_CHANGE) and not is_part(key, BRANCH_KEEPS)
-        if not is_part(key, {*NOT_IN_DIGEST, "branch"}):
-            (allowed if may else refused).append(change)
-    return Changes(allowed, refused)
 
 
 def tables(folder: Path = FOLDER) -> list[Table]:

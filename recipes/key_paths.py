@@ -1,9 +1,13 @@
-"""Dotted keys of the recipe and of nested mappings, and suggestions for misspelt ones."""
+"""Dotted keys of the recipe and of nested mappings, what two recipes differ in, and misspelt keys.
+
+A table of `Keys` says which keys each question about two recipes is about.
+"""
 
 from __future__ import annotations
 
 import types
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
@@ -13,6 +17,7 @@ from recipes.problems import nearest
 from recipes.schema import Recipe
 
 Path = Sequence[str | int]  # of keys, and indices of the parts of a list
+Difference = tuple[str, Any, Any]  # dotted key, old value, new value
 # Key -> words that others use for it.
 _MEANT = {
     "data.name": "path paths file files folder dir directory dataset corpus data_path train_file",
@@ -153,22 +158,132 @@ def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield prefix, tree
 
 
-def differences(
-    old: Any, new: Any, among: Collection[str] | None = None
-) -> list[tuple[str, Any, Any]]:
-    """List (dotted key, old value, new value) of differing leaves; "absent" if one side lacks the key.
+@dataclass(frozen=True)
+class Keys:
+    """Dotted keys that a question is about, each with all below it."""
 
-    `among`: the keys that are asked for, each with all below it; None: all.
-    """
+    of: Collection[str] | None = None  # None: all
+    but: Collection[str] = ()  # of those
+
+    def __contains__(self, key: str) -> bool:
+        asked = self.of is None or is_part(key, self.of)
+        return asked and not is_part(key, self.but)
+
+
+# These change reports or the sharing of the work, never a number of the training.
+NO_NUMBER = frozenset(
+    {
+        "title",
+        "run",
+        "ds_config",
+        "parallel",
+        "hardware",
+        "published",
+        "inferred",
+        "differs",
+        "unknown",
+        "note",
+    }
+)
+# May change on resuming: those above, keys of layout, rounding and reading of the same numbers, and the end of
+# the run. Every other key decides the numbers of the training.
+RESUMABLE = frozenset(
+    {
+        *NO_NUMBER,
+        "activation_checkpointing",
+        "batch.accumulation",
+        "batch.micro",
+        "data.broken_records",
+        "model.implementation",
+        "model.vocab_divisible_by",
+        "precision",
+        "steps",
+    }
+)
+# May change besides where a run branches off.
+OF_BRANCHES = frozenset(
+    {
+        *RESUMABLE,
+        "batch",
+        "data",
+        "dropout",
+        "model.positions",
+        "optimizer",
+        "schedule",
+        "seed",
+        "sequence_length",
+    }
+)
+KEPT_BY_RESUME = Keys(but=RESUMABLE)
+# The plan's facts show the layout and the rounding; the others that are left out are remarks.
+NOTED_BY_RESUME = Keys(RESUMABLE, but={*NO_NUMBER - {"run"}, "batch", "precision"})
+DECISIVE = Keys(but={*NO_NUMBER, "branch"})
+# What the weights and moments are made for stays.
+BRANCHED = Keys(
+    OF_BRANCHES, but={*NO_NUMBER, "branch", "data.tokenizer", "optimizer.name"}
+)
+# Of the data, these leave its order.
+SAME_ORDER = ("data.broken_records", "data.attend", "data.positions")
+OTHER_TEXT = Keys({"data"}, but=SAME_ORDER)
+# A branch with other values of these reads its data from their beginning.
+READ_ANEW = Keys(
+    {"data", "seed", "sequence_length"}, but=(*SAME_ORDER, "data.tokenizer")
+)
+# Decide the samples of the next step.
+NEXT_STEP = Keys({"data", "seed", "sequence_length", "batch.global", "batch.rampup"})
+# No deviation from a published row: they change no number, or are stated in another way.
+DEVIATING = Keys(but={*NO_NUMBER, "branch", "batch.micro", "batch.accumulation"})
+# Change the amount of work: a ratio would compare two things.
+WORK = Keys({"model", "sequence_length", "batch.global", "activation_checkpointing"})
+# Decide the text, its tokens or the objective, and so whether two losses are comparable.
+_TEXT = {
+    "data",
+    "model.vocab_size",
+    "model.family",
+    "model.sentence_head",
+    "model.task_head",
+    "task.name",
+}
+TEXT = Keys(_TEXT, but={"data.streaming"})
+TEXT_OF_GPT = Keys(_TEXT, but={"data.streaming", "data.masking"})
+# Decide the weights of a pretraining.
+PRETRAINED = Keys(
+    {
+        "model",
+        "sequence_length",
+        "batch.global",
+        "batch.rampup",
+        "steps",
+        "optimizer",
+        "schedule",
+        "dropout",
+        "init_std",
+        "data",
+    }
+)
+
+
+def differences(old: Any, new: Any, asked: Keys = Keys()) -> list[Difference]:
+    """List the differing leaves among keys; the value is "absent" on a side that lacks the key."""
     before = dict(flatten(old))
     after = dict(flatten(new))
     found = []
     for key in {**before, **after}:
         was = before.get(key, "absent")
         now = after.get(key, "absent")
-        if was != now and (among is None or is_part(key, among)):
+        if was != now and key in asked:
             found.append((key, was, now))
     return found
+
+
+def changes(
+    there: Recipe, now: Recipe, asked: Keys, *, stated: bool = False
+) -> list[Difference]:
+    """List the differences of two recipes in the keys that are asked for.
+
+    `stated`: of schedules as they are stated, and not by the step of the learning rate's decay.
+    """
+    return differences(there.compared(stated), now.compared(stated), asked)
 
 
 def key_of(setting: str) -> str:

@@ -750,16 +750,19 @@ class Recipe(Strict):
         """Return every field as plain data, by the names in a recipe."""
         return self.model_dump(mode="json", by_alias=True)
 
-    def compared(self) -> dict[str, Any]:
+    def compared(self, stated: bool = False) -> dict[str, Any]:
         """Return every field as plain data for comparisons.
 
         model.positions is null if it equals sequence_length, stated or not. A run that is no branch has none.
+        schedule.decay_steps is that of the learning rate, or as it is `stated`.
         """
         values = self.as_data()
         if self.branch is None:
             del values["branch"]
         if self.positions == self.sequence_length:
             values["model"]["positions"] = None
+        if not stated:
+            values["schedule"]["decay_steps"] = self.decay_steps
         return values
 
     @property

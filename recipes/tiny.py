@@ -89,11 +89,20 @@ def _model(recipe: Recipe, positions: int | None, length: int) -> Model:
         columns = max(1, columns * window // model.attention_window)
         patterns = min(patterns, window // columns)
     return Model(
-        layers=LAYERS, hidden=HIDDEN, heads=HEADS, vocab_size=VOCABULARY, attention=_pattern(model.attention),
-        attention_window=window, attention_columns=columns, attention_patterns=patterns, positions=positions,
+        layers=LAYERS,
+        hidden=HIDDEN,
+        heads=HEADS,
+        vocab_size=VOCABULARY,
+        attention=_pattern(model.attention),
+        attention_window=window,
+        attention_columns=columns,
+        attention_patterns=patterns,
+        positions=positions,
         shared_layers=model.shared_layers,
-        **model.model_dump(include={"family", "layer_norm", "sentence_head", "implementation"}),
-    )  # fmt: skip
+        **model.model_dump(
+            include={"family", "layer_norm", "sentence_head", "implementation"}
+        ),
+    )
 
 
 def _pattern(kinds: tuple[AttentionKind, ...]) -> tuple[AttentionKind, ...]:

@@ -21,13 +21,11 @@ from modeling.parallel.process_grid import ProcessGrid
 from recipes import catalog, files
 from recipes.consistency import schedule_problems
 from recipes.families import TRAINED
-from recipes.key_paths import is_part, key_of
+from recipes.key_paths import BRANCHED, DECISIVE, OTHER_TEXT, READ_ANEW, changes, key_of
 from recipes.problems import Problem, ProblemsError, RecipeError
 from recipes.schema import Branch, Change, Recipe, Tokenizer
 
 FLAG = "--branch"
-# of the sections that decide the order of the data
-SAME_ORDER = {"data.broken_records", "data.attend", "data.positions"}
 KEPT = "a branch keeps the model, its vocabulary and the kind of its optimizer"
 
 
@@ -67,8 +65,7 @@ class BranchPoint:
             if steps:
                 settings = [*settings, f"steps={steps}"]
         kept = there.data.tokenizer
-        keys = {*laid, *said}
-        other_text = {key for key in keys if is_part(key, ("data",))} - SAME_ORDER
+        other_text = any(key in OTHER_TEXT for key in {*laid, *said})
         if kept.kind in TRAINED and other_text:
             # other text trains another
             kept = Tokenizer(kind="file", path=str(self.run.path / "tokenizer"))
@@ -83,23 +80,16 @@ class BranchPoint:
         # where data is set as a whole
         if not any("tokenizer" in text for text in settings):
             now = with_tokenizer(now, kept)
-        changes = catalog.branch_changes(there, now)
+        allowed = changes(there, now, BRANCHED, stated=True)
         read = there.sizes.samples(self.step)
         data_from = there.branch.data_from if there.branch else 0
         more = there.branch.more_updates if there.branch else 0
-        reordered = {
-            key for key, _, _ in changes.allowed if is_part(key, catalog.ORDER)
-        }
-        if reordered - SAME_ORDER:
+        if changes(there, now, READ_ANEW):
             data_from = read
-        for key, was, is_now in changes.refused:
-            came = f"{key}={is_now}, and the run has {was}"
-            problems.append(
-                Problem(key, came, KEPT, "leave it out", f"{FLAG} {self.run.path}")
-            )
+        problems += self._kept(there, now)
         problems += self._misfits(there, now, anew=data_from == read)
         changed = tuple(
-            Change(key=key, was=was, now=is_now) for key, was, is_now in changes.allowed
+            Change(key=key, was=was, now=is_now) for key, was, is_now in allowed
         )
         branch = Branch(
             run=str(self.run.path),
@@ -116,6 +106,14 @@ class BranchPoint:
         if problems:
             raise ProblemsError(problems)
         return now
+
+    def _kept(self, there: Recipe, now: Recipe) -> Iterator[Problem]:
+        """Yield a problem for each changed key that a branch keeps."""
+        for key, was, is_now in changes(there, now, DECISIVE, stated=True):
+            if key not in BRANCHED:
+                came = f"{key}={is_now}, and the run has {was}"
+                where = f"{FLAG} {self.run.path}"
+                yield Problem(key, came, KEPT, "leave it out", where)
 
     def _laid_over(
         self, settings: Sequence[str], laid: Mapping[str, Any], steps: int | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -13,8 +14,10 @@ from launch.checkpoints import manifest
 from launch.checkpoints.manifest import MOMENTS, Fault, Manifest, size_fault
 from launch.checkpoints.stored import StoredTensors
 from launch.checkpoints.tensor_file import BUCKET, DTYPES
+from launch.records.directory import RunDirectory
 from modeling.families import meta_parameters, with_few_layers
 from recipes import catalog, files
+from recipes.key_paths import KEPT_BY_RESUME, changes
 from recipes.problems import Problem, ProblemsError, some
 from recipes.schema import Recipe
 
@@ -52,26 +55,20 @@ def faults_of_kinds(
     return problems
 
 
-def recipe_around(directory: Path) -> Path | None:
-    """Return the recipe.yaml of the run that a checkpoint lies in; None: it lies in no run."""
-    root = directory.resolve().parent
-    return next(
-        (
-            each
-            for each in root.parent.glob("recipe.yaml")
-            if root.name == "checkpoints"
-        ),
-        None,
-    )
+def run_around(directory: Path) -> RunDirectory | None:
+    """Return the run that a checkpoint lies in; None: there is none with a recipe."""
+    run = RunDirectory.around(directory.resolve())
+    return run if run and os.path.lexists(run.recipe_yaml) else None
 
 
 def recipe_fault(directory: Path, held: Manifest) -> Fault | None:
     """Return the fault of a manifest whose recipe is not that of the run around it; None without."""
-    around = recipe_around(directory)
-    if around is None:
+    run = run_around(directory)
+    if run is None:
         return None
     try:
-        came = other_recipe(held, catalog.load_resolved(around), f" ({around})")
+        own = catalog.load_resolved(run.recipe_yaml)
+        came = other_recipe(held, own, f" ({run.recipe_yaml})")
     except ProblemsError as error:
         came = f"cannot be compared with the run's recipe: {error.problems[0]}"
     return Fault(manifest.NAME, came) if came else None
@@ -79,7 +76,8 @@ def recipe_fault(directory: Path, held: Manifest) -> Fault | None:
 
 def other_recipe(held: Manifest, recipe: Recipe, where: str = "") -> str:
     """Say where the recipe of a manifest differs from its run's in what decides numbers; "" nowhere."""
-    changed = catalog.changes(recipe, Recipe.model_validate(held.recipe)).refused
+    there = Recipe.model_validate(held.recipe)
+    changed = changes(recipe, there, KEPT_BY_RESUME)
     listed = some(
         [f"{key} is {here} instead of {there}" for key, there, here in changed]
     )

@@ -30,9 +30,8 @@ from launch.checkpoints.sums import sums_of
 from launch.deepspeed_fixes.short_steps import Fragment
 from launch.ranks.processes import from_rank_0, merged
 from modeling.initialization import DTYPES, canonical_name, shard_of
-from recipes.catalog import ORDER
 from recipes.files import FileError
-from recipes.key_paths import differences, flatten
+from recipes.key_paths import NEXT_STEP, changes, flatten
 from recipes.problems import Problem, counted, some
 from recipes.schema import Recipe
 
@@ -43,8 +42,6 @@ DEVIATIONS = 6.0  # of a sum of rounding errors with random factors
 LEAST_NORM = 1e-15  # of which float32 holds all squares that count
 SHOWN = 4  # tensors and pieces
 RULE = "a run goes on with what was saved"
-# of a recipe: without changes of these the next step is the same
-NEXT = (*ORDER, "batch.global", "batch.rampup")
 FIX = "take the layout that saved it, or an older checkpoint (--resume does once this one is moved away)"
 
 
@@ -318,8 +315,8 @@ def _other_counts(state: EngineState, saved: Progress) -> Iterator[str]:
 def _other_step(held: Manifest, sample: ProofSample) -> Iterator[str]:
     """Yield, in words, what the next step trains on otherwise than the step after the save. Collective."""
     saved = held.next_step
-    then = Recipe.model_validate(held.recipe).compared()
-    if saved is None or differences(then, sample.recipe.compared(), NEXT):
+    then = Recipe.model_validate(held.recipe)
+    if saved is None or changes(then, sample.recipe, NEXT_STEP):
         return
     if sample.next_step() not in (saved, None):
         yield "the next step has other samples or other dropout than the step after the save"

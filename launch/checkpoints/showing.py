@@ -10,7 +10,7 @@ from launch.checkpoints.manifest import Fault, Manifest
 from launch.checkpoints.run_checkpoints import Checkpoint, DamagedCheckpoint
 from launch.console import terminal
 from launch.console.progress import bar
-from launch.console.text_table import NOTHING, aligned, table
+from launch.console.text_table import NOTHING, Page
 from recipes.problems import amount, counted
 
 BY_SIZE = "whole: by its manifest and the sizes of its files; `verify` reads them"
@@ -25,8 +25,10 @@ def show(path: Path, step: int | None) -> int:
         print(_one(every[0]))
         return 0
     headings = ("step", "saved", "size", "saved under", "state")
-    rows = table([_row(each) for each in every], headings, "rlrll", terminal.columns())
-    print(f"{every[0].directory.parent}\n{rows}")
+    page = Page(terminal.columns(), indent=0)
+    place = str(every[0].directory.parent)
+    page.table(map(_row, every), headings, "rlrll", heading=[place])
+    print(page)
     terminal.say(BY_SIZE)
     return 0
 
@@ -66,9 +68,12 @@ def _one(each: Checkpoint | DamagedCheckpoint) -> str:
     rows = []
     for name, tensor in held.tensors.items():
         shape = " x ".join(map(str, tensor.shape))
-        rows.append((name, shape, sum(map(len, tensor.series)), tensor.form))
-    shown = table(rows, ("tensor", "shape", "pieces", "form"), "llrl", width)
-    return f"{aligned(facts, width=width)}\n\n{shown}"
+        pieces = sum(map(len, tensor.series))
+        rows.append((name, shape, pieces, tensor.form))
+    page = Page(width, indent=0)
+    page.facts(*facts)
+    page.table(rows, ("tensor", "shape", "pieces", "form"), "llrl")
+    return str(page)
 
 
 def _saved_under(held: Manifest) -> str:

@@ -11,17 +11,12 @@ from recipes.files import FileError, path_of, read_part
 from recipes.problems import Problem, ProblemsError, either
 
 
-def new_directory(flag: str, text: str | Path, resumed: str = "") -> Path:
-    """Check that the directory is new or empty. Raises ProblemsError.
-
-    `resumed`: words on how to continue in a directory that is not empty.
-    """
+def new_directory(flag: str, text: str | Path) -> Path:
+    """Check that the directory is new or empty. Raises ProblemsError."""
     path = directory(flag, text)
     if path.exists() and any(path.iterdir()):
         rule = "nothing is overwritten or mixed"
-        raise refusal(
-            flag, text, "is not empty", rule, f"name a new directory{resumed}"
-        )
+        raise refusal(flag, text, "is not empty", rule, "name a new directory")
     return path
 
 

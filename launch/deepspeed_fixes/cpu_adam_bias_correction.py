@@ -24,6 +24,15 @@ def replay_bias_correction(optimizer: DeepSpeedCPUAdam) -> None:
     group = optimizer.param_groups[0]
     for step in range(1, steps + 1):
         optimizer.ds_opt_adam.adam_update(
-            optimizer.opt_id, step, group["lr"], *group["betas"], group["eps"], group["weight_decay"],
-            group["bias_correction"], parameter, gradient, first, second,
-        )  # fmt: skip
+            optimizer.opt_id,
+            step,
+            group["lr"],
+            *group["betas"],
+            group["eps"],
+            group["weight_decay"],
+            group["bias_correction"],
+            parameter,
+            gradient,
+            first,
+            second,
+        )

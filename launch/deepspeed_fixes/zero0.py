@@ -195,9 +195,15 @@ class MasterWeights(DeepSpeedOptimizer):
     """
 
     def __init__(
-        self, optimizer: Optimizer, mpu: ProcessGrid, *, clip: float, scaler: Any, skips_overflow: bool,
+        self,
+        optimizer: Optimizer,
+        mpu: ProcessGrid,
+        *,
+        clip: float,
+        scaler: Any,
+        skips_overflow: bool,
         sums_in_fp32: bool = False,
-    ):  # fmt: skip
+    ):
         """Take over a new `optimizer`; `clip`: largest norm, 0: none; `scaler`: DeepSpeed's loss scaler."""
         self.sums_in_fp32 = sums_in_fp32
         self.optimizer = optimizer

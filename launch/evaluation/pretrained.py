@@ -14,7 +14,7 @@ from data.durable_files import write_atomically
 from launch.records.directory import RunDirectory
 from recipes import catalog, files
 from recipes.families import FAMILIES
-from recipes.key_paths import differences, is_part
+from recipes.key_paths import PRETRAINED, changes
 from recipes.problems import Problem, RecipeError
 from recipes.schema import Recipe
 
@@ -22,19 +22,6 @@ if TYPE_CHECKING:
     from launch.weights.starting_model import StartingModel
 
 NAME = "pretrained.json"  # in the directory of a fine-tuning run
-# Sections and keys of a recipe that decide the pretrained weights.
-DECISIVE = (
-    "model",
-    "sequence_length",
-    "batch.global",
-    "batch.rampup",
-    "steps",
-    "optimizer",
-    "schedule",
-    "dropout",
-    "init_std",
-    "data",
-)
 
 
 @dataclass(frozen=True)
@@ -89,17 +76,17 @@ def pretrained_in(weights: str) -> Pretrained | None:
     if not isinstance(saved, RunWeights):
         return None
     checkpoint = saved.checkpoint
-    launches = []
+    run = RunDirectory.around(checkpoint.directory)
+    launch = None
     with contextlib.suppress(ValueError, OSError):
-        launches = RunDirectory(checkpoint.directory.parent.parent).launches()
-    if not launches:
+        launch = run and run.newest_launch()
+    if not launch:
         return None
-    tiny = launches[-1].tiny
-    name = launches[-1].recipe
     place = str(checkpoint.directory.resolve())
-    name = name.removesuffix("-tiny") if tiny else name
+    name = launch.row
+    steps = saved.recipe.steps
     changed = changed_from_row(name, saved.recipe)
-    return Pretrained(place, name, tiny, checkpoint.step, saved.recipe.steps, changed)
+    return Pretrained(place, name, launch.tiny, checkpoint.step, steps, changed)
 
 
 def changed_from_row(name: str, recipe: Recipe) -> tuple[str, ...] | None:
@@ -108,8 +95,8 @@ def changed_from_row(name: str, recipe: Recipe) -> tuple[str, ...] | None:
         row = catalog.load(name)
     except RecipeError:
         return None
-    both = (each.as_data() for each in (row, recipe))
-    return tuple(key for key, _, _ in differences(*both) if is_part(key, DECISIVE))
+    changed = changes(row, recipe, PRETRAINED, stated=True)
+    return tuple(key for key, _, _ in changed)
 
 
 def keep(run: Path, pretrained: Pretrained) -> None:

@@ -16,6 +16,7 @@ from data.text.vocabulary_files import read_tokenizer
 from launch.console import terminal
 from launch.ranks import processes
 from launch.records import vocabulary
+from launch.records.directory import RunDirectory
 from launch.weights import foreign_weights
 from launch.weights.foreign_weights import RunWeights
 from launch.weights.initial_weights import InitialWeights
@@ -108,7 +109,8 @@ def open_model(
         recipe = saved.recipe
         weights = saved.checkpoint.directory
         step = saved.checkpoint.step
-        run = weights.parent.parent if weights.parent.name == "checkpoints" else None
+        around = RunDirectory.around(weights)
+        run = around.path if around else None
     check(recipe)
     # The sentence head is unused; the weights may lack it.
     recipe = recipe.model_copy(

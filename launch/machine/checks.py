@@ -148,17 +148,12 @@ def refuse(checks: Sequence[Check]) -> None:
         )
 
 
-def quick(
-    recipe: Recipe, directory: Path, ranks: int | None = None
-) -> dict[str, Function]:
-    """Return the checks of every start by their keys.
-
-    `directory`: of the run; `ranks`: processes of this machine, as started if None.
-    """
+def quick(recipe: Recipe, directory: Path) -> dict[str, Function]:
+    """Return the checks of every start by their keys; `directory`: of the run."""
     chosen: dict[str, Function] = {
         "GPU kernels": kernels,
         "variables": variables,
-        "shared memory": partial(shared_memory, ranks or processes.local_world_size()),
+        "shared memory": partial(shared_memory, processes.local_world_size()),
     }
     if processes.rank() == 0:
         chosen["packages"] = partial(packages, recipe)

@@ -107,11 +107,11 @@ def host_memory(root: Path = Path("/")) -> float:
     )
 
 
-def available(root: Path = Path("/")) -> float:
+def available() -> float:
     """Return the bytes that processes can still take without swapping, within the control groups."""
     import psutil
 
-    left = (limit - used for limit, used in _control_groups(root))
+    left = (limit - used for limit, used in _control_groups(Path("/")))
     return max(0.0, min([float(psutil.virtual_memory().available), *left]))
 
 

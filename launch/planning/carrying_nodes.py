@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from launch.console.text_table import Page
 from launch.planning.memory_fit import Fit, fit, how
-from launch.planning.page import Page
 from launch.planning.prediction.forecast import Forecast
 from launch.planning.prediction.forecast_text import duration, errors
 from launch.planning.prediction.hardware import Node

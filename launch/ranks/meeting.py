@@ -142,11 +142,11 @@ class Meeting:
             return value
         return self._hear([(name, 0)], TIMEOUT)[1]
 
-    def to_rank_0(self, value: T, patience: timedelta = TIMEOUT) -> list[T]:
+    def to_rank_0(self, value: T) -> list[T]:
         """Gather every rank's `value`, in JSON's types, on rank 0; others get their own. Collective."""
         if world_size() == 1:
             return [value]
-        return self._gather(self._next(), value, patience)
+        return self._gather(self._next(), value, TIMEOUT)
 
     def compare(self, own: T, judge: Callable[[list[T]], None]) -> None:
         """Let rank 0 `judge` the values of all ranks; if it refuses, all ranks end. Collective.

@@ -213,16 +213,14 @@ def merged(
     return own
 
 
-def agreed(
-    own: T, merge: Callable[[T, T], T], group: ProcessGroup, form: Any = Any
-) -> T:
+def agreed(own: T, merge: Callable[[T, T], T], group: ProcessGroup) -> T:
     """Merge all ranks' values as `merged` does, and return the whole on all of them. Collective."""
-    return from_rank_0(merged(own, merge, group, form), group, form)
+    return from_rank_0(merged(own, merge, group), group)
 
 
-def gathered(own: T, group: ProcessGroup, form: Any = Any) -> list[T]:
+def gathered(own: T, group: ProcessGroup) -> list[T]:
     """Return every rank's `own`, in rank order: what each rank hears grows with their number. Collective."""
-    return agreed([own], operator.add, group, list[form])
+    return agreed([own], operator.add, group)
 
 
 def texts_of_all(own: Iterable[str | None], group: ProcessGroup) -> list[str]:

@@ -15,23 +15,21 @@ from launch.records.directory import WRITING, Launch, RunDirectory
 from launch.records.facts import RECORDS_LOST, RunFacts
 from launch.records.metrics import Records, read_metrics, unused_name
 from launch.records.result import OURS
-from recipes import catalog, files
-from recipes.key_paths import differences, is_part
+from recipes import files
+from recipes.key_paths import (
+    KEPT_BY_RESUME,
+    NOTED_BY_RESUME,
+    Keys,
+    changes,
+    differences,
+)
 from recipes.problems import counted
 from recipes.schema import Recipe
 
 # Facts of a plan that may change when a run is resumed.
-CHANGEABLE_FACTS = (
-    "layout",
-    "ds_name",
-    "zero_stage",
-    "offload",
-    "precision",
-    "padded_vocab",
+FACTS = Keys(
+    {"layout", "ds_name", "zero_stage", "offload", "precision", "padded_vocab"}
 )
-# Keys of a recipe without a notice: a plan's facts show the first, and the others are remarks.
-SHOWN_BY_PLAN = ("parallel", "batch", "precision", "ds_config")
-REMARKS = ("title", "hardware", "published", "inferred", "differs", "unknown", "note")
 
 
 def admit(
@@ -105,11 +103,9 @@ def _admit_locked(
         first = f"a first start: {directory.path} holds nothing to resume yet"
         return False, (first,) if resume else ()
     saved = directory.plan()
-    changes = catalog.changes(saved.recipe, plan.recipe)
-    if changes.refused:
-        differ = "".join(
-            f"\n  {key}: {old} -> {new}" for key, old, new in changes.refused
-        )
+    refused = changes(saved.recipe, plan.recipe, KEPT_BY_RESUME)
+    if refused:
+        differ = "".join(f"\n  {key}: {old} -> {new}" for key, old, new in refused)
         raise ValueError(
             f"{directory.path} holds a run of another recipe, and a run is never overwritten: name another "
             "directory with --out, or give these keys the values that are there (--steps N trains longer and "
@@ -134,7 +130,7 @@ def _admit_locked(
             f"--steps {plan.recipe.steps}: {directory.path} has {counted(done, 'step')} done, and a run is "
             f"never cut back: give --steps {done} or more, or start another run with --out"
         )
-    return True, _notices_of_changes(saved, plan, changes.allowed)
+    return True, _notices_of_changes(saved, plan)
 
 
 def _refuse_another_engine(path: Path, saved: Plan, plan: Plan) -> None:
@@ -228,18 +224,12 @@ def _refuse_strangers(directory: RunDirectory) -> None:
         )
 
 
-def _notices_of_changes(
-    saved: Plan, plan: Plan, of_recipe: Sequence[catalog.Change]
-) -> tuple[str, ...]:
+def _notices_of_changes(saved: Plan, plan: Plan) -> tuple[str, ...]:
     """Return notices of all differences between this launch and the one before."""
     # Through JSON, since a saved plan has lists where a new one has tuples.
     there, now = (json.loads(json.dumps(plan_to_json(each))) for each in (saved, plan))
-    facts = differences(there, now, CHANGEABLE_FACTS)
-    facts += [
-        change
-        for change in of_recipe
-        if not is_part(change[0], (*SHOWN_BY_PLAN, *REMARKS))
-    ]
+    facts = differences(there, now, FACTS)
+    facts += changes(saved.recipe, plan.recipe, NOTED_BY_RESUME)
     notices = [f"resumed with {key}: {old} -> {new}" for key, old, new in facts]
     config = differences(there["ds"], now["ds"])
     if config:

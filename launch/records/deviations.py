@@ -13,28 +13,12 @@ from ds_configs.findings import ConfigError, Findings, find, lookup, read
 from ds_configs.plan import ANY_GPU, Plan
 from ds_configs.sections import zero
 from launch.records.facts import RunFacts
-from recipes.key_paths import differences, flatten, is_part
+from recipes.key_paths import DEVIATING, WORK, changes, flatten, is_part
 from recipes.layout import Layout, share_batch
 from recipes.problems import Problem
 from recipes.schema import Recipe
 from recipes.tiny import tiny as shrink
 
-# Fields whose change is no deviation: they change no number, or are stated in another way.
-NO_DEVIATION = (
-    "title",
-    "note",
-    "published",
-    "hardware",
-    "inferred",
-    "differs",
-    "unknown",
-    "run",
-    "ds_config",
-    "parallel",
-    "batch.micro",
-    "batch.accumulation",
-    "branch",
-)
 # Fields that --tiny makes smaller: the deviation "tiny" covers them. Its other changes are stated.
 SHRUNK = (
     "model",
@@ -58,8 +42,6 @@ REPLACED = (
     "data",
     "parallel",
 )
-# Keys that change the amount of work: a ratio would compare two things.
-SAME_WORK = ("model", "sequence_length", "batch.global", "activation_checkpointing")
 # of the layout -> of a JSON's `parallel` section
 DEGREES = {"tp": "tensor", "pp": "pipeline"}
 REASONS = {
@@ -148,14 +130,14 @@ def _changed_fields(
     original: Recipe, recipe: Recipe, tiny: bool
 ) -> Iterator[Deviation]:
     """Yield changed fields; fields that --tiny makes smaller are compared with the shrunk recipe."""
-    own = _fields(original)
-    small = _fields(shrink(original)) if tiny else own
-    used = _fields(recipe)
+    own = dict(flatten(original.compared()))
+    small = dict(flatten(shrink(original).compared())) if tiny else own
+    used = dict(flatten(recipe.compared()))
     for key in {**own, **small, **used}:
         written, shrunk, value = (
             fields.get(key, "absent") for fields in (own, small, used)
         )
-        if is_part(key, NO_DEVIATION):
+        if key not in DEVIATING:
             continue
         if written != shrunk and is_part(key, SHRUNK):
             if value != shrunk:
@@ -165,14 +147,6 @@ def _changed_fields(
             yield Deviation(
                 "raised" if value == shrunk else "recipe", key, written, value
             )
-
-
-def _fields(recipe: Recipe) -> dict[str, Any]:
-    """Map the dotted key of every leaf to its value."""
-    fields = recipe.compared()
-    # null means the same schedule
-    fields["schedule"]["decay_steps"] = recipe.decay_steps
-    return dict(flatten(fields))
 
 
 def _changed_layout(reference: Recipe, plan: Plan, tiny: bool) -> Iterator[Deviation]:
@@ -262,8 +236,7 @@ def not_comparable(
 
 def changed_work(row: Recipe, run: Recipe) -> list[str]:
     """Return the keys in which the recipes differ in their amount of work."""
-    changed = differences(row.compared(), run.compared(), SAME_WORK)
-    return [key for key, _, _ in changed]
+    return [key for key, _, _ in changes(row, run, WORK)]
 
 
 def changed_degrees(row: Recipe, layout: Layout) -> list[str]:

@@ -40,7 +40,9 @@ from ds_configs.plan import FORM as PLAN
 from ds_configs.plan import Plan, plan_facts, plan_to_json
 from launch.records.facts import RunFacts
 from recipes import catalog, files
+from recipes.schema import Recipe
 
+GIVE = "give the directory of a run, which holds its recipe.yaml"
 # of the name of a checkpoint while it is written, or of one that a killed run left half written
 WRITING = ".writing"
 
@@ -82,10 +84,20 @@ class Launch:
         machine = {key: value for key, value in entry.items() if key not in own}
         return files.checked(TypeAdapter(cls), {**entry, "machine": machine}, where)
 
+    @property
+    def row(self) -> str:
+        """The recipe, table/row, without the mark of --tiny."""
+        return row_of(self.recipe, self.tiny)
+
     def entry(self) -> dict[str, Any]:
         """Return the entry of environment.json, with the machine's facts next to the others."""
         values = {key: value for key, value in vars(self).items() if key != "machine"}
         return {**values, "command": list(self.command), **self.machine}
+
+
+def row_of(name: str, tiny: bool) -> str:
+    """Return the recipe's name of a run without the mark of --tiny."""
+    return name.removesuffix("-tiny") if tiny else name
 
 
 class _Place:
@@ -122,6 +134,12 @@ class RunDirectory:
     tokenizer = _Place("tokenizer", folder=True)
     stop = _Place("STOP")
     lock_file = _Place(Lock.FILE)
+
+    @classmethod
+    def around(cls, checkpoint: Path) -> RunDirectory | None:
+        """Return the run that a checkpoint lies in, described or not; None: it lies in none."""
+        run = cls(checkpoint.parent.parent)
+        return run if run.checkpoints == checkpoint.parent else None
 
     @property
     def of_another_kind(self) -> list[Path]:
@@ -173,6 +191,17 @@ class RunDirectory:
                 path, "launches is no list of objects", "it has one for every launch"
             )
         return [Launch.read(entry, path) for entry in entries]
+
+    def newest_launch(self) -> Launch | None:
+        """Read the newest launch; None: none is recorded. Raises FileError."""
+        launches = self.launches()
+        return launches[-1] if launches else None
+
+    def recipe(self, flag: str = "RUN") -> Recipe:
+        """Read the recipe with every value; `flag` names the directory. Raises ProblemsError."""
+        if not files.is_file(self.recipe_yaml):
+            files.refuse(f"{flag} {self.path}", "holds no run", fix=GIVE)
+        return catalog.load_resolved(self.recipe_yaml)
 
     def plan(self) -> Plan:
         """Read the plan of the newest launch. Raises FileError."""

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_configs.plan import Plan
-from launch.console.terminal import wrapped
-from launch.console.text_table import aligned, short
+from launch.console.text_table import Page, short
 from launch.machine.memory import model_states
 from modeling import cost
 from recipes.consistency import untrained
@@ -114,8 +113,11 @@ def describe_plan(
             else []
         ),
     ]
-    notices = (wrapped(f"\n  ! {notice}", width) for notice in plan.notices)
-    return "\n".join([aligned(lines, indent=2, width=width), *notices])
+    page = Page(width)
+    page.facts(*lines)
+    for notice in plan.notices:
+        page.notes([notice])
+    return str(page)
 
 
 def describe_branch(branch: Branch | None) -> list[tuple[str, str]]:

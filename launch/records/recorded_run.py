@@ -9,10 +9,8 @@ from typing import Any
 
 from ds_configs.findings import FOLDER
 from launch.records.directory import RunDirectory
-from recipes import catalog, files
+from recipes import catalog
 from recipes.schema import Recipe
-
-GIVE = "give the directory of a run, which holds its recipe.yaml"
 
 
 @dataclass(frozen=True)
@@ -23,7 +21,7 @@ class RecordedRun:
         path: its directory.
         recipe: with every value.
         original: the same before --tiny, --set and --steps.
-        name: of the recipe, table/row.
+        name: of the recipe, table/row, without the mark of --tiny.
         ds_config: its DeepSpeed JSON, as --ds_config takes it.
         initial_weights: as `RunFacts` has them.
         command: of its newest launch; (): none is recorded.
@@ -42,9 +40,7 @@ class RecordedRun:
     def read(cls, path: Path, flag: str) -> RecordedRun:
         """Read a run directory, which `flag` names. Raises ProblemsError."""
         at = RunDirectory(path)
-        if not files.is_file(at.recipe_yaml):
-            files.refuse(f"{flag} {path}", "holds no run", fix=GIVE)
-        recipe = catalog.load_resolved(at.recipe_yaml)
+        recipe = at.recipe(flag)
         has_original = at.original_yaml.is_file()
         original = catalog.load_resolved(at.original_yaml) if has_original else recipe
         launches = at.launches()
@@ -59,7 +55,7 @@ class RecordedRun:
             path,
             recipe,
             original,
-            name=launch.recipe if launch else path.name,
+            name=launch.row if launch else path.name,
             tiny=launch is not None and launch.tiny,
             ds_config=ours.stem if same else str(given),
             initial_weights=weights,

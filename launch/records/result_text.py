@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from launch.console.terminal import wrapped
-from launch.console.text_table import aligned, number, table
+from launch.console.text_table import Page, number
 from launch.records.result import OURS, TFLOPS_BY, HeldOutLoss, Result, TrainingLoss
 from recipes.problems import amount
 
@@ -18,13 +17,13 @@ EXACT = (
 
 def result_text(result: Result, width: int | None = None) -> str:
     """Return measured and published numbers and the deviations, in lines of `width` columns."""
-    block = aligned(_lines(result), gap=1, width=width)
-    stated = [
-        "\ndeviations from the recipe",
-        *(f"  - {each}" for each in result.deviations),
-    ]
-    more = [*_comparison(result, width), *(stated if result.deviations else [])]
-    return "\n".join([block, *(wrapped(line, width) for line in more)])
+    page = Page(width, indent=0)
+    page.facts(*_lines(result), gap=1)
+    if result.comparison:
+        _add_comparison(page, result)
+    stated = [f"  - {each}" for each in result.deviations]
+    page.text(*stated, hang=2, heading=["deviations from the recipe"])
+    return str(page)
 
 
 def _lines(result: Result) -> list[tuple[str, str]]:
@@ -86,9 +85,7 @@ def _last(steps: int) -> str:
     return "the only step" if steps == 1 else f"mean of the last {steps} steps"
 
 
-def _comparison(result: Result, width: int | None) -> list[str]:
-    if not result.comparison:
-        return []
+def _add_comparison(page: Page, result: Result) -> None:
     rows = [
         (
             each.quantity,
@@ -99,12 +96,7 @@ def _comparison(result: Result, width: int | None) -> list[str]:
         )
         for each in result.comparison
     ]
-    lines = [
-        "",
-        table(
-            rows, ("", "published", "measured", "ratio", ""), align="lrrrl", width=width
-        ),
-    ]
+    lines = []
     if result.not_comparable:
         lines.append(f"no ratios: {result.not_comparable}")
     exact = TFLOPS_BY["exact"][0]
@@ -112,7 +104,9 @@ def _comparison(result: Result, width: int | None) -> list[str]:
         each.unit == exact and each.published is not None for each in result.comparison
     ):
         lines.append(f"TFLOPS: {EXACT}")
-    return [*lines, f"source: {result.published_source}"]
+    lines.append(f"source: {result.published_source}")
+    headings = ("", "published", "measured", "ratio", "")
+    page.table(rows, headings, "lrrrl", below=lines)
 
 
 def _losses(result: Result) -> Iterator[tuple[str, str]]:

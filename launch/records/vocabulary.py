@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from data.text.vocabulary import vocabulary_digest
 from data.text.vocabulary_files import read_tokenizer, save_tokenizer
+from launch.records.directory import RunDirectory
 from recipes.files import FileError, read_json_object, read_text, refuse
 from recipes.problems import ProblemsError
 
@@ -68,10 +69,10 @@ def load(run: Path) -> PreTrainedTokenizerFast:
 
 def foreign_tokens(weights: Path, tokenizer: PreTrainedTokenizerFast) -> str | None:
     """Return a warning if the vocabulary next to `weights` numbers tokens in another way, or None."""
-    # Next to the weights, or in RUN/tokenizer for RUN/checkpoints/step-NNNNNN.
     places = [weights / name for name in VOCABULARY_FILES]
-    if weights.parent.name == "checkpoints":
-        places.append(weights.parent.parent / FOLDER / "tokenizer.json")
+    run = RunDirectory.around(weights)
+    if run:
+        places.append(run.tokenizer / "tokenizer.json")
     file = next((place for place in places if place.exists()), None)
     if file is None:
         return None

@@ -21,36 +21,14 @@ from launch.reports.entries import (
 from launch.reports.frames import ReportTable
 from launch.reports.runs import ReportedRun
 from recipes import key_paths
+from recipes.key_paths import NO_NUMBER, TEXT, TEXT_OF_GPT
 from recipes.problems import counted
 
 MOST_COMPARED = 6  # runs; a table of more columns is unreadable
 ABSENT = "absent"
 
 # Parts of a recipe that are shown elsewhere or change nothing.
-OMITTED = {
-    "title",
-    "published",
-    "inferred",
-    "differs",
-    "unknown",
-    "note",
-    "hardware",
-    "parallel",
-    "ds_config",
-    "branch",
-}
-# Keys that decide the text and the tokens of the loss.
-SAME_TEXT = (
-    "data",
-    "model.vocab_size",
-    "model.family",
-    "model.sentence_head",
-    "model.task_head",
-    "task.name",
-)
-SAME_TEXT_BUT = ("data.streaming",)
-OF_BERT = "data.masking."
-
+OMITTED = {*NO_NUMBER - {"run"}, "branch"}
 # Relative difference of two losses due to rounding. fp32: `compare_layouts` measures 1.5e-7 between layouts
 # after 20 steps, and training amplifies it. fp16 and bf16: one unit in the last place of the activations
 # (11 and 8 significant bits).
@@ -171,15 +149,14 @@ def incomparable(a: ReportedRun, b: ReportedRun) -> str | None:
         unread = a if a.recipe is None else b
         return f"{beginning}: the recipe of {unread.label} cannot be read"
     both_gpt = a.recipe.model.family == b.recipe.model.family == "gpt2"
-    same = (*SAME_TEXT_BUT, *([OF_BERT] if both_gpt else []))
+    asked = TEXT_OF_GPT if both_gpt else TEXT
     both = (a.recipe.compared(), b.recipe.compared())
     for run, values in zip((a, b), both, strict=True):
         if run.vocabulary:  # where it was read from does not matter
             values["data"]["tokenizer"] = {"content": run.vocabulary}
     changed = []
-    for key, one, other in key_paths.differences(*both, SAME_TEXT):
-        if not key.startswith(same):
-            changed.append(f"{key}: {_text(one)} / {_text(other)}")
+    for key, one, other in key_paths.differences(*both, asked):
+        changed.append(f"{key}: {_text(one)} / {_text(other)}")
     if changed:
         return (
             f"{beginning}, other data, vocabulary or objective ({', '.join(changed)})"

@@ -258,9 +258,9 @@ def _losses(runs: Sequence[ReportedRun], over: Over, title: str) -> Plot:
     return _render(figure, legend, f"{title}, {unit}", caption)
 
 
-def thin(points: Points, most: int = MOST_POINTS) -> Points:
-    """Reduce a curve to at most `most` points by averaging neighbours."""
-    size = ceil(len(points) / most)
+def thin(points: Points) -> Points:
+    """Reduce a curve to at most MOST_POINTS points by averaging neighbours."""
+    size = ceil(len(points) / MOST_POINTS)
     found = []
     for start in range(0, len(points), size or 1):
         across, up = zip(*points[start : start + size], strict=True)

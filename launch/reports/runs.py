@@ -17,7 +17,7 @@ from launch.evaluation.pretrained import Pretrained
 from launch.evaluation.scores import Score, read_scores
 from launch.ranks.ending import out_of_memory_reason
 from launch.records.deviations import Deviation
-from launch.records.directory import Launch, RunDirectory
+from launch.records.directory import Launch, RunDirectory, row_of
 from launch.records.facts import Ending, RunFacts
 from launch.records.metrics import Records, curve, read_metrics
 from launch.records.result import Result, make_result, read_result
@@ -168,7 +168,7 @@ def read_run(
         or (launch.recipe if launch else "")
         or label
     )
-    name = name.removesuffix("-tiny") if tiny else name
+    name = row_of(name, tiny)
     oom = out_of_memory_reason(path)
     if written is None or _continued(records, written):
         # A resumed run keeps its old result.json until it ends again. It may resume from an earlier step.

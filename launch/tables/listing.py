@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from launch.console import arguments, terminal, text_table
+from launch.console import arguments, terminal
+from launch.console.text_table import Page
 from launch.machine.memory import Memory, this_machine
 from launch.planning.memory_fit import fit, how
 from launch.planning.prediction import hardware
@@ -137,14 +137,11 @@ def fold(rows: Sequence[ListedRecipe], width: int | None) -> str:
     """Describe published tables with a line for each."""
     count = Counter(row.table.name for row in rows)
     titles = {row.table.name: row.table.title for row in rows}
-    lines = text_table.table(
-        [(name, count[name], titles[name]) for name in count],
-        (),
-        "lrl",
-        width and width - 2,
-    )
+    rows_of = [(name, count[name], titles[name]) for name in count]
     said = f"{counted(len(count), 'published table')} of {len(rows)} rows: list TABLE or --all shows them"
-    return terminal.wrapped(f"{said}\n{textwrap.indent(lines, '  ')}", width)
+    page = Page(width)
+    page.table(rows_of, (), "lrl", heading=[said])
+    return str(page)
 
 
 def catalog_rows(tables: Sequence[str]) -> list[ListedRecipe]:
@@ -189,16 +186,15 @@ def as_text(
     """Describe the rows in a block per table, with a legend. `memory`: of the node of --fits."""
     if not rows:
         return f"no recipe fits {node}: {memory}" if memory else "no recipe"
-    blocks = []
+    page = Page(width)
     for name in dict.fromkeys(row.table.name for row in rows):
         own = [row for row in rows if row.table.name == name]
         named = _filled(own)
         cells = [[row.cells[key] for key in named] for row in own]
-        lines = text_table.table(cells, named, width=width and width - 2)
         table = own[0].table
         others = evidence.read(table).others.values()
-        left = [f"  no recipe: {each.published.row}: {each.why}" for each in others]
-        blocks.append([f"{name}: {table.title}", textwrap.indent(lines, "  "), *left])
+        left = [f"no recipe: {each.published.row}: {each.why}" for each in others]
+        page.table(cells, named, below=left, heading=[f"{name}: {table.title}"])
     notes = [
         f"{counted(len(rows), 'recipe')}; recipe.py show TABLE/ROW tells all of one"
     ]
@@ -214,9 +210,8 @@ def as_text(
         notes.append(
             "?: values that no source gives stand in for some of the row; show says which"
         )
-    return terminal.wrapped(
-        "\n\n".join("\n".join(block) for block in (*blocks, notes)), width
-    )
+    page.add([terminal.wrapped(note, width) for note in notes])
+    return str(page)
 
 
 def published_text(published: Published | None) -> str:

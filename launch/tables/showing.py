@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from ds_configs.findings import ConfigError, lookup
 from ds_configs.plan import Plan
 from launch.console import arguments, launch_lines, terminal
 from launch.console.launch_lines import SCRIPT, deepspeed, quoted
-from launch.console.text_table import aligned
+from launch.console.text_table import Page
 from launch.planning import memory_fit
 from launch.planning.resolved_plans import processes, published_plan
 from launch.records.plan_text import Surroundings, describe_plan
@@ -54,6 +55,10 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(resolved(recipe).ds, indent=2))
         return 0
     width = terminal.columns()
+    page = Page(width)
+    name = f"{table.name}/{row}"
+    about = (recipe.title, f"{table.title}.", table.note)
+    page.text(*map(_one_line, about), hang=2, heading=[name])
     launch = list[str]()
     code = 0
     try:
@@ -61,25 +66,25 @@ def run(args: argparse.Namespace) -> int:
         memory = memory_fit.describe(plan)
         hardware = str(recipe.hardware or "any")
         around = Surroundings(hardware, memory=memory)
-        described = [describe_plan(plan, f"{table.name}/{row}", around, width)]
-        for line in launch_lines_of(args.recipe, recipe):
-            launch.append(terminal.command(f"  {line}", width, hang=4))
+        page.add([describe_plan(plan, name, around, width)], heading=["resolved"])
+        launch = launch_lines_of(args.recipe, recipe)
     except ConfigError as error:
-        described = [f"  cannot be run as it is: {line}" for line in error.problems]
+        wrong = (f"cannot be run as it is: {line}" for line in error.problems)
+        page.text(*wrong, hang=2, heading=["resolved"])
         code = 2
-    sections = {
-        f"{table.name}/{row}": _indented(recipe.title, f"{table.title}.", table.note),
-        "resolved": described,
-        "published": _published(recipe.published, table, width),
+    if recipe.published:
+        page.facts(*_published(recipe.published, table), heading=["published"])
+    sections: dict[str, Iterable[str | None]] = {
         "not printed by the table: where it comes from": _reasons(recipe, "inferred"),
         "not as the source ran it": _reasons(recipe, "differs"),
         "given by no source: what stands in": _reasons(recipe, "unknown"),
-        "notes": _indented(recipe.note),
-        "errata": _indented(*map(str, evidence.read(table).errata_of(row))),
-        "launch": launch,
+        "notes": [recipe.note],
+        "errata": map(str, evidence.read(table).errata_of(row)),
     }
-    blocks = ("\n".join([title, *lines]) for title, lines in sections.items() if lines)
-    print(terminal.wrapped("\n\n".join(blocks), width))
+    for title, texts in sections.items():
+        page.text(*map(_one_line, texts), hang=2, heading=[title])
+    page.commands(*launch, heading=["launch"])
+    print(page)
     return code
 
 
@@ -114,15 +119,11 @@ def _reasons(recipe: Recipe, kind: str) -> list[str]:
     for key, reason in getattr(recipe, kind).items():
         value = lookup(recipe.as_data(), key)
         head = key if isinstance(value, dict | list | None) else f"{key} = {value}"
-        lines += _indented(f"{head}: {reason}")
+        lines.append(f"{head}: {reason}")
     return lines
 
 
-def _published(
-    published: Published | None, table: Table, width: int | None
-) -> list[str]:
-    if published is None:
-        return []
+def _published(published: Published, table: Table) -> list[tuple[str, str]]:
     cells = zip(
         table.columns,
         (cell.strip() for cell in (published.row or "").split("|")),
@@ -137,8 +138,7 @@ def _published(
     more = [("ran", published.framework), loss]
     more += score_lines(published)
     more += [("date", published.date), ("source", published.source)]
-    printed += [(name, str(value)) for name, value in more if value]
-    return [aligned(printed, indent=2, width=width)]
+    return printed + [(name, str(value)) for name, value in more if value]
 
 
 def _launcher(recipe: Recipe) -> tuple[str, str]:
@@ -154,6 +154,5 @@ def _launcher(recipe: Recipe) -> tuple[str, str]:
     return f"{counted(world, 'GPU')} of one machine", deepspeed(1, world)
 
 
-def _indented(*paragraphs: str | None) -> list[str]:
-    """Return a line for each paragraph."""
-    return [f"  {' '.join(text.split())}" for text in paragraphs if text]
+def _one_line(text: str | None) -> str:
+    return " ".join((text or "").split())

@@ -23,8 +23,13 @@ from launch.records.facts import Corruption, StepRecord
 
 # Launchers act on SIGUSR1, SIGUSR2 and SIGXCPU nowhere. SIGHUP: the terminal is gone.
 SIGNALS = (
-    signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGHUP,
-)  # fmt: skip
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGXCPU,
+    signal.SIGHUP,
+)
 STOP_FILE = "STOP file"
 REASONS = ("", *(number.name for number in SIGNALS), STOP_FILE)  # the last one wins
 MOST_NAMED = 3  # tensors of one rank

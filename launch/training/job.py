@@ -1,4 +1,4 @@
-"""The job of a run with its plan, checked before anything is started, and the choice of torch.compile.
+"""One run before it runs, its plan, checked before anything is started, and the choice of torch.compile.
 
 The choice is the user's word, else yes where compiling is paid back within the run. It depends on the run and
 the machine alone, not on a clock: a resumed run and all ranks choose alike.
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,10 +24,13 @@ from data.text.sources import open_source
 from ds_configs.findings import FOLDER, ConfigError, Notice, find, lookup, shown
 from ds_configs.plan import ANY_GPU, Device, Machine, Plan
 from ds_configs.resolver import resolve
+from launch.checkpoints.run_checkpoints import Checkpoint, DamagedCheckpoint, found
 from launch.console import terminal
 from launch.deepspeed_fixes import versions
+from launch.machine import description
 from launch.machine.memory import largest_master
 from launch.ranks import processes
+from launch.records.facts import Ending, RunFacts
 from modeling import cost
 from recipes.problems import Problem, ProblemsError
 from recipes.schema import Recipe
@@ -34,7 +38,9 @@ from recipes.schema import Recipe
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from launch.checkpoints.run_checkpoints import Checkpoint
+    from data.corpus import Corpus
+    from launch.ranks.meeting import Meeting
+    from launch.training.early_ends import EarlyStop
 
 Wish = Literal["auto", "on", "off"]
 WISHES: tuple[Wish, ...] = ("auto", "on", "off")
@@ -80,11 +86,14 @@ class InitialWeights(Protocol):
 
 @dataclass(frozen=True)
 class Job:
-    """The plan of one run, its directory and its options."""
+    """One run before it runs: its plan, directory and options, and the work that its command adds."""
 
     plan: Plan
     name: str  # the recipe's, as the user names it, for results
     directory: Path  # the run directory
+    original: Recipe | None = None  # before --tiny, --set and --steps; None: the plan's
+    tiny: bool = False
+    emulated_fp16: bool = False
     # start from the newest complete checkpoint of `directory`, if there is one
     resume: bool = False
     compiled: bool = False  # torch.compile the model
@@ -96,13 +105,35 @@ class Job:
     ds_config: Path | None = None  # the DeepSpeed JSON as it was given
     # the run whose recipe was taken; None: a row's, or the resumed run's
     recipe_of: Path | None = None
-    # of vocabularies and tokens; None: `data.durable_files.cache_directory()`
-    cache: Path | None = None
+    # makes the training data on all ranks together, and raises ValueError or OSError; None: the recipe's
+    corpus: Callable[[Meeting], Corpus] | None = None
+    # trains instead of our loop, from a `Start`
+    loop: Callable[[Any], EarlyStop | None] | None = None
+    # finds the checkpoints that the loop keeps
+    saved: Callable[[Path], Iterable[Checkpoint | DamagedCheckpoint]] = found
+    # on rank 0 after a good end; makes the sample or the scores
+    outcome: Callable[[Job, Corpus], Ending] = lambda job, corpus: Ending()
 
     @property
     def checkpoints(self) -> Path:
         """The directory of the run's checkpoints."""
         return self.directory / "checkpoints"
+
+    @cached_property
+    def facts(self) -> RunFacts:
+        """The facts of the run, as far as they are known before its data."""
+        weights = self.initial_weights
+        return RunFacts(
+            self.plan,
+            self.name,
+            description.describe(),
+            self.original,
+            self.tiny,
+            self.emulated_fp16,
+            ds_config=self.ds_config,
+            initial_weights=weights.record() if weights else None,
+            recipe_of=self.recipe_of,
+        )
 
     @property
     def stop_file(self) -> Path:

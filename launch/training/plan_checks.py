@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from ds_configs import known_keys
 from ds_configs.findings import read
 from ds_configs.plan import Plan
-from launch.console import terminal
+from launch.console.text_table import Page
 from launch.machine import checks, description, drivers
 from launch.machine.checks import Check, failed, ok, unchecked, warning
 from launch.ranks import joining, processes
@@ -111,14 +111,16 @@ def _told_apart(hosts_of: dict[Check, list[str]]) -> Iterator[Check]:
 def text(found: Sequence[Check], width: int | None) -> str:
     """Write how many checks found nothing, what was not checked and why, and a line for each finding."""
     good = sum(check.verdict == "ok" for check in found)
-    lines = [f"  {counted(good, 'check')} ok"]
+    lines = [f"{counted(good, 'check')} ok"]
     whys: dict[str, list[str]] = {}
     for check in found:
         if check.verdict == "not checked":
             whys.setdefault(check.found, []).append(check.key)
         elif check.verdict != "ok":
             fix = f"; {check.fix}" * bool(check.fix)
-            lines.append(f"  ! {check.verdict}: {check.key}: {check.found}{fix}")
+            lines.append(f"! {check.verdict}: {check.key}: {check.found}{fix}")
     unseen = "; ".join(f"{', '.join(keys)} ({why})" for why, keys in whys.items())
     lines[0] += f"; not checked: {unseen}" * bool(unseen)
-    return "\n".join(terminal.wrapped(line, width) for line in lines)
+    page = Page(width)
+    page.text(*lines, hang=2)
+    return str(page)

@@ -6,28 +6,22 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_configs.findings import find, lookup
 from ds_configs.plan import Machine
-from launch.checkpoints.run_checkpoints import (
-    Checkpoint,
-    CheckpointChoice,
-    DamagedCheckpoint,
-    first_whole,
-    found,
-)
+from launch.checkpoints.run_checkpoints import CheckpointChoice, first_whole
 from launch.console import arguments, terminal
 from launch.machine import checks, description
 from launch.ranks import ending, joining, launch_environment, processes
 from launch.ranks.meeting import Meeting
-from launch.records.facts import Ending, Entropies, RunFacts, SilentRecorder
-from launch.training.early_ends import Diverged, EarlyEnd, EarlyStop, stacks_at_quit
+from launch.records.facts import Ending, Entropies, SilentRecorder
+from launch.training.early_ends import Diverged, EarlyEnd, stacks_at_quit
 from launch.training.job import (
     WISHES,
     InitialWeights,
@@ -49,7 +43,6 @@ from recipes.schema import Recipe
 if TYPE_CHECKING:
     from data.corpus import Corpus
     from launch.records.directory import RunDirectory
-    from launch.training.run import Start
     from modeling.parallel.process_grid import ProcessGrid
 
 RUN_RULES = (
@@ -73,35 +66,6 @@ DETERMINISTIC = {
     "NCCL_ALGO": "Ring",
     "NCCL_PROTO": "Simple",
 }
-
-
-@dataclass(frozen=True)
-class Training:
-    """A job with facts for its result, and with the work that its command adds."""
-
-    job: Job
-    original: Recipe  # before --tiny, --set and --steps
-    tiny: bool
-    emulated_fp16: bool
-    # makes the training data; raises ValueError or OSError. Collective
-    corpus: Callable[[Meeting], Corpus]
-    # trains instead of our loop, and finds the checkpoints that it keeps
-    loop: Callable[[Start], EarlyStop | None] | None = None
-    checkpoints: Callable[[Path], Iterable[Checkpoint | DamagedCheckpoint]] = found
-    # On rank 0 after a good end; makes the sample or the scores.
-    outcome: Callable[[Corpus], Ending] = lambda corpus: Ending()
-    clock: joining.StartClock = field(default_factory=joining.StartClock)
-
-    @cached_property
-    def facts(self) -> RunFacts:
-        """The facts of the run, as far as they are known before its data."""
-        job = self.job
-        machine = description.describe()
-        weights = job.initial_weights.record() if job.initial_weights else None
-        return RunFacts(
-            job.plan, job.name, machine, self.original, self.tiny, self.emulated_fp16,
-            ds_config=job.ds_config, initial_weights=weights, recipe_of=job.recipe_of,
-        )  # fmt: skip
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> arguments.AddArgument:
@@ -142,16 +106,15 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> arguments.AddArgument:
     return add
 
 
-def launch(args: argparse.Namespace, check: Callable[[], Training]) -> None:
+def launch(args: argparse.Namespace, check: Callable[[], Job]) -> None:
     """Train a checked job, or show its plan; `args` has the flags of `add_run_arguments`.
 
-    `check`: makes the checked training on every rank; raises ValueError with every problem.
+    `check`: makes the checked job on every rank; raises ValueError with every problem.
     """
     terminal.outlast_readers()
     joining.postpone_collections()
     meeting = joining.meet(lambda: check_processes(args), args.out)
-    training = meeting.settle(check)
-    job = training.job
+    job = meeting.settle(check)
     if args.plan:
         from launch.training import plan_checks
 
@@ -162,12 +125,12 @@ def launch(args: argparse.Namespace, check: Callable[[], Training]) -> None:
     with joining.joined(
         meeting,
         job.plan.layout.tp,
-        admit=lambda: admit_run(training, meeting),
+        admit=lambda: admit_run(job, meeting),
         note_failure=lambda text: ending.keep_error(job.directory, text),
     ) as directory:
         if args.deterministic:
             demand_determinism()
-        run(training, directory, meeting)
+        run(job, directory, meeting)
 
 
 def demand_determinism() -> None:
@@ -185,13 +148,13 @@ def demand_determinism() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def admit_run(training: Training, meeting: Meeting) -> RunDirectory | None:
+def admit_run(job: Job, meeting: Meeting) -> RunDirectory | None:
     """Open the run directory on rank 0, and check that every rank sees it. Collective."""
-    directory = meeting.settle(lambda: open_run_directory(training))
+    directory = meeting.settle(lambda: open_run_directory(job))
     if processes.world_size() > 1:
         from launch.records import shared_directory
 
-        shared_directory.check_all(meeting, training.job.directory)
+        shared_directory.check_all(meeting, job.directory)
     return directory
 
 
@@ -230,9 +193,14 @@ def job_of(
     """
     take_file_handles(checks.files_needed(processes.world_size(), processes.rank()))
     plan = plan_job(
-        recipe, args.ds_config, machine, compiled=args.compile == "on", initial_weights=weights,
-        elsewhere=args.plan and not processes.launched(), planned=args.processes,
-    )  # fmt: skip
+        recipe,
+        args.ds_config,
+        machine,
+        compiled=args.compile == "on",
+        initial_weights=weights,
+        elsewhere=args.plan and not processes.launched(),
+        planned=args.processes,
+    )
     # Now, since a run that still trains there may save newer ones later.
     weights = weights and weights.resolved()
     text = getattr(args, "text", None)
@@ -253,18 +221,18 @@ def job_of(
         plan,
         name,
         directory,
-        args.resume,
-        compiled,
+        emulated_fp16=machine.emulated_fp16,
+        resume=args.resume,
+        compiled=compiled,
         initial_weights=weights,
         ds_config=given,
     )
 
 
-def open_run_directory(training: Training) -> RunDirectory | None:
+def open_run_directory(job: Job) -> RunDirectory | None:
     """Open the run directory on rank 0. Raises ValueError where this rank cannot start there."""
     from launch.records.admission import admit
 
-    job = training.job
     make_quick_checks(job)
     if processes.rank() != 0:
         return None
@@ -273,10 +241,10 @@ def open_run_directory(training: Training) -> RunDirectory | None:
         from launch.records import wandb_run
 
         wandb_run.check(job.directory)
-    whole, damaged = first_whole(training.checkpoints(job.checkpoints))
+    whole, damaged = first_whole(job.saved(job.checkpoints))
     newest = whole.step if whole else None
     lost = [(each.directory, each.why) for each in damaged]
-    how = (job.directory, training.facts, sys.argv)
+    how = (job.directory, job.facts, sys.argv)
     with system_refusals(job.directory):
         directory = admit(*how, resume=job.resume, newest=newest, damaged=lost)
         if logs_to_wandb:
@@ -340,7 +308,7 @@ def show_plan(job: Job, found: list[checks.Check]) -> None:
         print(f"\n{plan_checks.text(found, columns)}")
 
 
-def run(training: Training, directory: RunDirectory | None, meeting: Meeting) -> None:
+def run(job: Job, directory: RunDirectory | None, meeting: Meeting) -> None:
     """Prepare data, show the plan, train and write results. `directory` is None except on rank 0."""
     import torch
 
@@ -351,12 +319,12 @@ def run(training: Training, directory: RunDirectory | None, meeting: Meeting) ->
     from modeling.parallel.process_grid import ProcessGrid
 
     joining.resume_collections()
-    training.clock.mark("imports")
-    job = training.job
-    layout = training.job.plan.layout
+    clock = joining.StartClock()
+    clock.mark("imports")
+    layout = job.plan.layout
     grid = ProcessGrid(layout.tp, layout.pp, layout.dp, processes.TIMEOUT)
     # One process of a machine prepares a large corpus; the others may wait for hours.
-    make = system_refusals(Path.cwd())(training.corpus)
+    make = system_refusals(Path.cwd())(job.corpus or partial(build_corpus, job))
     corpus = meeting.settle(lambda: make(meeting), PREPARATION)
     try:
         given = job.initial_weights
@@ -376,19 +344,19 @@ def run(training: Training, directory: RunDirectory | None, meeting: Meeting) ->
             write = partial(job.adopt, job.plan, job.checkpoints, checksum(corpus))
             meeting.settle(system_refusals(job.directory)(write), PREPARATION)
         # once, before the records are cut back to it
-        chosen = choose_checkpoint(training, grid, corpus)
+        chosen = choose_checkpoint(job, grid, corpus)
     except ValueError as e:
         ending.refuse(e)
-    training.clock.mark("data")
+    clock.mark("data")
     with system_refusals(job.directory):
-        opened = open_recorder(training, directory, corpus, chosen)
+        opened = open_recorder(job, directory, corpus, chosen, clock)
     with (
         opened as recorder,
         stacks_at_quit(job.directory / f"stacks-rank-{processes.rank()}.txt"),
     ):
         try:
             begun = Start(job, recorder, corpus, grid, chosen.checkpoint, meeting)
-            stopped = (training.loop or train)(begun)
+            stopped = (job.loop or train)(begun)
         except EarlyEnd as e:
             reason = None if isinstance(e, Diverged) else e.why
             recorder.finish(
@@ -416,24 +384,28 @@ def run(training: Training, directory: RunDirectory | None, meeting: Meeting) ->
             found = Ending()
             if directory:
                 with recorder.keeping("the sample or the scores"):
-                    found = training.outcome(corpus)
+                    found = job.outcome(job, corpus)
             recorded = recorder.finish(replace(found, peaks=peaks))
         if not processes.agreed(recorded, min, grid.control_group):
             raise SystemExit(NOT_RECORDED)
 
 
-def choose_checkpoint(
-    training: Training, grid: ProcessGrid, corpus: Corpus
-) -> CheckpointChoice:
+def build_corpus(job: Job, meeting: Meeting) -> Corpus:
+    """Make the training data of the recipe. Collective. Raises ValueError or OSError."""
+    from data.corpus import build
+
+    return build(job.plan.recipe, say=say_on_rank_0, once=meeting.once)
+
+
+def choose_checkpoint(job: Job, grid: ProcessGrid, corpus: Corpus) -> CheckpointChoice:
     """Choose the checkpoint that a resume or a branch goes on from, if any. Collective. Raises ValueError."""
     from launch.training.run import checksum
 
-    job = training.job
     recipe = job.plan.recipe
     chosen = CheckpointChoice(None)
-    if training.loop is not None:
+    if job.loop is not None:
         if job.resume:
-            chosen = first_whole(training.checkpoints(job.checkpoints))
+            chosen = first_whole(job.saved(job.checkpoints))
     elif job.resume or job.adopt:
         from launch.checkpoints import reading
 
@@ -453,10 +425,11 @@ def say_on_rank_0(text: str) -> None:
 
 
 def open_recorder(
-    training: Training,
+    job: Job,
     directory: RunDirectory | None,
     corpus: Corpus,
     chosen: CheckpointChoice,
+    clock: joining.StartClock,
 ) -> SilentRecorder:
     """Open rank 0's recorder, cut back to the chosen checkpoint; other ranks get a silent one."""
     from launch.records import vocabulary
@@ -465,11 +438,10 @@ def open_recorder(
 
     if directory is None:
         return SilentRecorder()
-    job = training.job
     vocabulary.keep(directory.path, corpus.tokenizer)
     entropies = Entropies(corpus.uniform_entropy, corpus.unigram_entropy)
     known = replace(
-        training.facts,
+        job.facts,
         data=corpus.summary,
         entropies=entropies,
         band_kernel=band_kernel(job.plan),
@@ -482,7 +454,7 @@ def open_recorder(
 
         began = "adopted as" if job.adopt else "branched off from"
         metrics.begin_branch(directory.metrics_jsonl, branch)
-    recorder = Recorder(directory, known, done, training.clock, sys.stdout)
+    recorder = Recorder(directory, known, done, clock, sys.stdout)
     for newer in chosen.damaged:
         recorder.say(
             f"WARNING: {newer}; it is left as it is, and an older checkpoint is taken"

@@ -28,10 +28,10 @@ from launch.checkpoints.stored import StoredTensors
 from launch.checkpoints.tensor_file import Reader, TensorEntry
 from launch.machine import memory
 from modeling.families import conversion_of, family_of, meta_parameters, whole_model
-from modeling.formats.huggingface.conversion import Logits, Tensors, check_convertible
+from modeling.formats.huggingface.conversion import Logits, Tensors
 from modeling.lazy_weights import LazyWeights
 from recipes import catalog
-from recipes.files import FileError, is_file, refuse
+from recipes.files import FileError, refuse
 from recipes.problems import some
 from recipes.schema import Recipe
 
@@ -71,22 +71,6 @@ class Export:
 
 class ExportMismatch(RuntimeError):
     """An exported model with other logits or other numbers than ours."""
-
-
-def recipe_of(run: Path) -> Recipe:
-    """Read a run's recipe. Raises ValueError if `run` is no run, or `transformers` has no such model."""
-    if not is_file(run / "recipe.yaml"):
-        what = (
-            "is no run of this project (it holds no recipe.yaml)"
-            if run.exists()
-            else "does not exist"
-        )
-        raise ValueError(
-            f"{run} {what}: give a run directory, as pretrain.py printed it"
-        )
-    recipe = catalog.load_resolved(run / "recipe.yaml")
-    check_convertible(recipe.model)
-    return recipe
 
 
 def export(  # noqa: PLR0913

@@ -468,7 +468,7 @@ class RunWeights(Saved):
 
     def remarks(self, recipe: Recipe) -> Iterator[str]:
         yield f"of that run step {self.checkpoint.step}, {self.checkpoint.directory}"
-        if inspection.recipe_around(self.checkpoint.directory) is None:
+        if inspection.run_around(self.checkpoint.directory) is None:
             yield "no run lies around that checkpoint: whether its recipe was changed cannot be known"
         for damaged in self._found[1]:
             yield f"WARNING: {damaged}; an older checkpoint is taken"

@@ -96,9 +96,14 @@ class _Row(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, group: dist.ProcessGroup, sequence: bool,
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        group: dist.ProcessGroup,
+        sequence: bool,
         in_samples: bool,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         # in attention's order: attention keeps the same tensor
         ctx.save_for_backward(x, weight)
         ctx.group = group
@@ -175,9 +180,15 @@ class RowParallelLinear(nn.Module):
     """
 
     def __init__(
-        self, inputs: int, outputs: int, *, group: Group, init: Init, sequence: bool = False,
+        self,
+        inputs: int,
+        outputs: int,
+        *,
+        group: Group,
+        init: Init,
+        sequence: bool = False,
         in_samples: bool = False,
-    ):  # fmt: skip
+    ):
         super().__init__()
         self.group = group
         self.sequence = sequence

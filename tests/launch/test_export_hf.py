@@ -335,9 +335,9 @@ def test_a_wrong_conversion_is_noticed_and_leaves_nothing(
 
 def test_refusals_say_what_is_there(trained, tmp_path):
     directory = trained("one process")
-    with pytest.raises(ValueError, match="does not exist: give a run directory"):
+    with pytest.raises(ValueError, match="nowhere: holds no run; give the directory of a run"):
         export_hf.export(tmp_path / "nowhere", tmp_path / "out")
-    with pytest.raises(ValueError, match="is no run of this project"):
+    with pytest.raises(ValueError, match="holds no run"):
         export_hf.export(tmp_path, tmp_path / "out")
     with pytest.raises(ValueError, match=f"no checkpoint of step 3: only of {STEPS}"):
         export_hf.export(directory, tmp_path / "out", step=3)

@@ -276,7 +276,7 @@ def test_what_weights_do_not_say_is_said_by_one_flag_of_all_commands(folder, tmp
     assert score.checked(scored).model.recipe.model.heads == 2
     started = ("--tiny", "--set", "model.heads=2", "--init_from", str(given), "--weights_args", heads)
     started += ("--new_vocabulary",)
-    assert pretrain.training_of(pretrain.build_parser().parse_args([*started, "--plan"])).job.initial_weights
+    assert pretrain.checked_job(pretrain.build_parser().parse_args([*started, "--plan"])).initial_weights
 
 
 def test_everything_is_refused_at_once(odd):

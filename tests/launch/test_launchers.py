@@ -105,10 +105,10 @@ def test_two_launches_on_one_port_are_told_apart(tmp_path, launcher):
 def test_a_plan_of_two_processes_is_that_of_two_that_are_started(monkeypatch):
     row = ["--tiny", "--ds_config", "zero2"]
     parse = pretrain.build_parser().parse_args
-    planned = pretrain.training_of(parse([*row, "--plan", "--processes", "2"])).job
+    planned = pretrain.checked_job(parse([*row, "--plan", "--processes", "2"]))
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    started = pretrain.training_of(parse(row)).job
+    started = pretrain.checked_job(parse(row))
     assert planned.plan == started.plan and planned.plan.layout.dp == 2
 
 
@@ -118,7 +118,7 @@ def test_a_plan_on_paper_says_for_what_machine(monkeypatch, capsys):
     parse = pretrain.build_parser().parse_args
     row = ["--recipe", "megatron_paper_table1/8.3b-mp-dp", "--set", "parallel.dp=null", "--plan"]
     for config, said in (("fp16_dynamic", "planned for GPUs that"), ("zero1", "planned for machines like")):
-        job = pretrain.training_of(parse([*row, "--processes", "64", "--ds_config", config])).job
+        job = pretrain.checked_job(parse([*row, "--processes", "64", "--ds_config", config]))
         show_plan(job, [])
         shown = capsys.readouterr().out
         assert "x dp 8 = 64 processes, planned; not started here" in shown and said in shown

@@ -17,8 +17,8 @@ from launch.records.metrics import read_metrics
 from launch.records.plan_text import describe_branch
 from launch.records.result import read_result
 from launch.reports.runs import read_run
+from launch.training.job import Job
 from launch.training.schedule import learning_rate
-from launch.training.start import Training
 from recipes.problems import ProblemsError
 
 PRETRAIN = [sys.executable, str(ROOT / "launch" / "pretrain.py")]
@@ -63,8 +63,8 @@ def rates(directory: Path) -> list[float]:
     return [step.lr for step in read_metrics(directory / "metrics.jsonl").steps if step.step > 4]
 
 
-def planned(*words: object) -> Training:
-    return pretrain.training_of(pretrain.build_parser().parse_args([str(word) for word in words]))
+def planned(*words: object) -> Job:
+    return pretrain.checked_job(pretrain.build_parser().parse_args([str(word) for word in words]))
 
 
 def refused(*words: object) -> str:
@@ -77,16 +77,16 @@ def refused(*words: object) -> str:
 
 
 def test_a_run_is_resumed_with_its_own_recipe_and_json(runs):
-    training = planned("--resume", "--out", runs / "stable")
-    plan = training.job.plan
+    job = planned("--resume", "--out", runs / "stable")
+    plan = job.plan
     assert plan.recipe == RunDirectory(runs / "stable").plan().recipe and plan.ds_name == "mine"
-    assert plan.ds["wall_clock_breakdown"] is False and training.tiny
-    assert training.job.name == "default/sotu-tiny" and training.original.steps == 300
+    assert plan.ds["wall_clock_breakdown"] is False and job.tiny
+    assert job.name == "default/sotu-tiny" and job.original.steps == 300
 
 
 def test_what_is_given_to_a_resumed_run_is_laid_over_its_own(runs):
     words = ["--resume", "--out", runs / "stable", "--ds_config", "zero3", "--tiny"]
-    plan = planned(*words, "--set", "parallel.dp=1", "--steps", 9).job.plan
+    plan = planned(*words, "--set", "parallel.dp=1", "--steps", 9).plan
     recipe = plan.recipe
     assert (recipe.optimizer.lr, recipe.parallel.dp, recipe.steps, plan.zero_stage) == (5e-4, 1, 9, 3)
     other = run([*PRETRAIN, *map(str, words), "--set", "optimizer.lr=1e-3"], timeout=100)
@@ -94,12 +94,12 @@ def test_what_is_given_to_a_resumed_run_is_laid_over_its_own(runs):
 
 
 def test_a_recipe_given_to_a_resumed_run_is_compared_as_a_whole(runs):
-    training = planned("--resume", "--out", runs / "stable", "--recipe", "bert/sotu", "--tiny")
-    assert training.job.plan.recipe.model.family == "bert"
+    job = planned("--resume", "--out", runs / "stable", "--recipe", "bert/sotu", "--tiny")
+    assert job.plan.recipe.model.family == "bert"
 
 
 def test_an_empty_directory_is_a_first_start(tmp_path):
-    plan = planned("--resume", "--out", tmp_path, "--ds_config", "zero2", "--tiny").job.plan
+    plan = planned("--resume", "--out", tmp_path, "--ds_config", "zero2", "--tiny").plan
     assert plan.ds_name == "zero2" and plan.recipe.optimizer.lr == 1e-3
 
 
@@ -117,8 +117,8 @@ def test_a_branch_that_was_killed_before_its_first_save_begins_where_it_began(ru
     branch.result_json.unlink()
     lines = branch.metrics_jsonl.read_text().splitlines(keepends=True)
     branch.metrics_jsonl.write_text("".join(line for line in lines if '"kind": "save"' not in line))
-    training = planned("--resume", "--out", branch.path)
-    entered = admit(branch.path, training.facts, [], resume=True)
+    job = planned("--resume", "--out", branch.path)
+    entered = admit(branch.path, job.facts, [], resume=True)
     entered.close()
     assert not entered.resumed and "starts again at step 4" in entered.notices[0]
 
@@ -127,12 +127,12 @@ def test_a_branch_that_was_killed_before_its_first_save_begins_where_it_began(ru
 
 
 def test_a_new_run_takes_the_recipe_and_the_json_of_another(runs, tmp_path):
-    training = planned("--recipe", runs / "stable", "--out", tmp_path / "new", "--set", "seed=5")
-    recipe = training.job.plan.recipe
-    assert (recipe.optimizer.lr, recipe.seed, recipe.steps, training.job.plan.ds_name) == (5e-4, 5, 8, "mine")
-    assert training.tiny and training.job.recipe_of == runs / "stable"
-    assert planned("--recipe", runs / "stable", "--ds_config", "zero2").job.plan.ds_name == "zero2"
-    assert planned("--recipe", runs / "stable", "--set", "ds_config=zero2").job.plan.ds_name == "zero2"
+    job = planned("--recipe", runs / "stable", "--out", tmp_path / "new", "--set", "seed=5")
+    recipe = job.plan.recipe
+    assert (recipe.optimizer.lr, recipe.seed, recipe.steps, job.plan.ds_name) == (5e-4, 5, 8, "mine")
+    assert job.tiny and job.recipe_of == runs / "stable"
+    assert planned("--recipe", runs / "stable", "--ds_config", "zero2").plan.ds_name == "zero2"
+    assert planned("--recipe", runs / "stable", "--set", "ds_config=zero2").plan.ds_name == "zero2"
 
 
 def test_a_branch_is_no_recipe_of_a_new_run(runs):
@@ -175,7 +175,7 @@ def test_a_cool_down_is_constant_and_then_falls_to_its_last_step(runs):
     assert rates(runs / "stable")[0] < 5e-4, "its cosine had begun to fall"
     assert (recipe.decay_steps, learning_rate(recipe, 8)) == (8, pytest.approx(1e-4))
     words = ["--branch", f"{runs / 'stable'}@4", "--out", runs / "new", *COOLED[:4], "--steps", 9]
-    flagged = planned("--plan", *words).job.plan.recipe
+    flagged = planned("--plan", *words).plan.recipe
     assert (flagged.steps, flagged.decay_steps, learning_rate(flagged, 7)) == (9, 9, 5e-4)
 
 
@@ -211,7 +211,7 @@ def test_a_step_without_a_checkpoint_is_refused_with_those_that_are_there(runs):
     assert f"{stable}: holds no checkpoint of step 5: only of 2, 4, 6, 8" in said
     assert "a run keeps its newest run.keep_checkpoints" in said
     assert "holds no run" in refused("--branch", runs / "none@4", "--out", runs / "new")
-    plan = planned("--branch", stable, "--out", runs / "new", "--set", "steps=9").job.plan
+    plan = planned("--branch", stable, "--out", runs / "new", "--set", "steps=9").plan
     assert plan.recipe.branch.step == 8, "the newest"
 
 
@@ -224,7 +224,7 @@ def test_a_damaged_checkpoint_is_no_beginning(runs, tmp_path):
 
 def test_a_branch_resumed_by_its_first_command_is_the_same_branch(runs):
     words = ["--resume", "--out", runs / "cooled", *COOLED]
-    assert planned("--branch", f"{runs / 'stable'}@4", *words).job.plan.recipe.branch.step == 4
+    assert planned("--branch", f"{runs / 'stable'}@4", *words).plan.recipe.branch.step == 4
     assert "a run began once" in refused_start("--branch", f"{runs / 'stable'}@2", *words)
 
 
@@ -237,7 +237,7 @@ def refused_start(*words: object) -> str:
 def test_other_text_is_read_in_the_tokens_of_the_weights(runs, tmp_path):
     (tmp_path / "mine.txt").write_text("some words of a text, and more. " * 2000)
     words = ["--branch", f"{runs / 'stable'}@4", "--out", tmp_path / "new", "--text", tmp_path / "mine.txt"]
-    recipe = planned("--plan", *words).job.plan.recipe
+    recipe = planned("--plan", *words).plan.recipe
     assert recipe.data.tokenizer.path == str(runs / "stable" / "tokenizer")
     assert recipe.branch.data_from == 32 and recipe.sizes_in_data.samples(4) == 0
     assert {change.key for change in recipe.branch.changed} == {"data.source", "data.name"}

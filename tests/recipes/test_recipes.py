@@ -14,9 +14,9 @@ from pydantic import ValidationError
 from ds_configs.findings import ConfigError
 from ds_configs.plan import GPU, Machine
 from ds_configs.resolver import resolve
-from recipes import catalog
-from recipes.catalog import changes, digest, dump, load, load_resolved
-from recipes.key_paths import paths
+from recipes import catalog, key_paths
+from recipes.catalog import digest, dump, load, load_resolved
+from recipes.key_paths import KEPT_BY_RESUME, Keys, changes, paths
 from recipes.problems import Key, Problem, ProblemsError, RecipeError, Setting
 from recipes.schema import Recipe
 from recipes.tables import read_table
@@ -616,9 +616,10 @@ def test_tiny_leaves_a_band_within_short_samples(table):
 
 def test_a_run_may_not_resume_with_other_positions():
     base, long = load(), ["sequence_length=128", "model.positions=256"]
-    assert changes(base, load(overrides=["model.positions=256"])) == ([], [])
-    assert changes(base, load(overrides=["model.positions=300"])).refused == [("model.positions", None, 300)]
-    refused = changes(base, load(overrides=long)).refused
+    assert not changes(base, load(overrides=["model.positions=256"]), Keys())
+    more = load(overrides=["model.positions=300"])
+    assert changes(base, more, KEPT_BY_RESUME) == [("model.positions", None, 300)]
+    refused = changes(base, load(overrides=long), KEPT_BY_RESUME)
     assert {key for key, *_ in refused} == {"model.positions", "sequence_length"}
 
 
@@ -692,3 +693,26 @@ def test_problems_of_a_blend_say_which_part(blend, table):
     found = problems(f"{path}:two")
     assert len(found) == len(expected)
     assert all(problem.endswith(f" ({path}:14)") for problem in found), found  # the line of the list
+
+
+# Question about two recipes -> keys that count, and keys that do not.
+ASKED = {
+    "BRANCHED": (
+        "seed schedule.kind data.name precision",
+        "data.tokenizer.kind optimizer.name model.layers title",
+    ),
+    "DEVIATING": ("optimizer.lr batch.global", "batch.micro batch.accumulation branch run.save_every"),
+    "TEXT": ("data.name data.masking.probability model.vocab_size task.name", "data.streaming model.layers"),
+    "TEXT_OF_GPT": ("data.name", "data.masking.probability data.streaming"),
+    "WORK": ("model.layers sequence_length batch.global", "batch.micro seed"),
+    "PRETRAINED": ("steps optimizer.lr data.name", "precision seed"),
+    "NEXT_STEP": ("seed data.name batch.rampup.start", "batch.micro optimizer.lr"),
+    "NOTED_BY_RESUME": ("steps run.save_every", "precision batch.micro title seed"),
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_a_question_about_two_recipes_is_about_its_keys(name):
+    counted, left = (keys.split() for keys in ASKED[name])
+    asked = getattr(key_paths, name)
+    assert [key for key in (*counted, *left) if key in asked] == counted

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from unittest import mock
 
 from launch.console import terminal
 from launch.machine import description
@@ -25,10 +26,10 @@ from ds_configs.resolver import resolve  # noqa: E402
 from launch.checkpoints import run_checkpoints  # noqa: E402
 from launch.experiments.parity.groups import temporary_groups  # noqa: E402
 from launch.records.facts import SilentRecorder  # noqa: E402
+from launch.training import loop  # noqa: E402
 from launch.training.job import Job  # noqa: E402
-from launch.training.loop import train as train_run  # noqa: E402
 from launch.training.micro_batches import training_batches  # noqa: E402
-from launch.training.run import Start  # noqa: E402
+from launch.training.run import Start, TrainingRun  # noqa: E402
 from modeling.parallel.process_grid import ProcessGrid  # noqa: E402
 from recipes import catalog  # noqa: E402
 
@@ -68,12 +69,25 @@ def go_to(run, checkpoint) -> None:
     run.done = checkpoint.step
 
 
+def train_then(start, after) -> None:
+    """Train, and give the run after its last step to `after`. Collective."""
+
+    class Observed(TrainingRun):
+        def __exit__(self, kind, *rest):
+            if kind is None:
+                after(self)
+            return super().__exit__(kind, *rest)
+
+    with mock.patch.object(loop, "TrainingRun", Observed):
+        loop.train(start)
+
+
 def train(out: Path, case: dict, steps: int, source: str | None) -> None:
     plan, records = plan_of(case, steps), Records()
     corpus = build(plan.recipe, say=records.say)
     grid = ProcessGrid(plan.layout.tp, plan.layout.pp, plan.layout.dp)
     saved = run_checkpoints.read(Path(source)) if source else None
-    train_run(Start(Job(plan, out.name, out), records, corpus, grid, saved))
+    loop.train(Start(Job(plan, out.name, out), records, corpus, grid, saved))
     if processes.rank() == 0:
         (out / "losses.json").write_text(json.dumps(records.losses))
 

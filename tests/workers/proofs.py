@@ -27,7 +27,6 @@ from launch.checkpoints.stored import StoredTensors
 from launch.experiments.parity.groups import temporary_groups
 from launch.ranks import ending, processes
 from launch.training.job import Job
-from launch.training.loop import train
 from launch.training.run import Start
 from modeling.parallel.process_grid import ProcessGrid
 from recipes.files import FileError
@@ -290,7 +289,7 @@ def work(job):
             for each in TABLE if fault == "TABLE" else [fault]:
                 found[each] = prove(run, source, each)
 
-    train(Start(Job(plan, job["name"], out), records, corpus, grid, source), prove_all)
+    any_layout.train_then(Start(Job(plan, job["name"], out), records, corpus, grid, source), prove_all)
     if processes.rank() == 0:
         out.mkdir(exist_ok=True)
         (out / "found.json").write_text(json.dumps(found))

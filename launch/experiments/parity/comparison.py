@@ -17,6 +17,7 @@ from launch.checkpoints.run_checkpoints import newest
 from launch.console import text_table
 from launch.console.terminal import wrapped
 from launch.experiments.parity.layout_cases import LayoutCase
+from launch.records.directory import RunDirectory
 from launch.records.metrics import read_metrics
 from recipes.problems import Problem, counted
 
@@ -35,7 +36,6 @@ class Tolerances(NamedTuple):
 # "pure bf16 tp2"` measured: with `--recipe bert/sotu` 4.8e-3, 1.0e-2, 0.14 and 0.11, with GPT-2 half of it.
 TOLERANCES = {"fp32": Tolerances(), "bf16": Tolerances(1e-2, 2e-2, 0.28, 0.22)}
 
-FINISHED = "result.json"  # file in the directory of a run that did every step
 MOST_SHOWN = 2000  # characters of a failure, from its end
 ENDED = re.compile(
     r"^.*failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<rank>\d+)", re.MULTILINE
@@ -113,12 +113,13 @@ def read_outcome(case: LayoutCase, directory: Path, log: Path) -> RunOutcome:
     from launch.checkpoints.stored import load_weights
     from launch.experiments.parity import gradients
 
-    last = newest(directory / "checkpoints")
-    if last is None or not (directory / FINISHED).exists():
+    run = RunDirectory(directory)
+    last = newest(run.checkpoints)
+    if last is None or not run.result_json.exists():
         return RunOutcome(
             case, failure=f"did not finish: {_cause(directory, log)}".strip()
         )
-    records = read_metrics(directory / "metrics.jsonl")
+    records = read_metrics(run.metrics_jsonl)
     return RunOutcome(
         case,
         losses=[_number(record.loss) for record in records.steps],

@@ -12,6 +12,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ds_configs.plan import Machine
@@ -97,10 +98,9 @@ def run_case(
     """Train one case. A failure ends the launch with a traceback; a divergence is only recorded."""
     from data.corpus import build
     from launch.experiments.parity.gradients import save_first_gradients as after_step
-    from launch.machine import description
     from launch.records import vocabulary
     from launch.records.admission import admit
-    from launch.records.facts import Ending, Entropies, RunFacts, SilentRecorder
+    from launch.records.facts import Ending, Entropies, SilentRecorder
     from launch.records.recorder import Recorder
     from launch.training.early_ends import Diverged
     from launch.training.job import Job
@@ -114,6 +114,7 @@ def run_case(
         plan,
         case.name,
         directory,
+        recipe,
         compiled=case.compiled_from is not None,
         after_step=after_step,
     )
@@ -121,14 +122,7 @@ def run_case(
     recorder = SilentRecorder()
     if rank() == 0:
         entropies = Entropies(corpus.uniform_entropy, corpus.unigram_entropy)
-        facts = RunFacts(
-            plan,
-            case.name,
-            description.describe(),
-            recipe,
-            data=corpus.summary,
-            entropies=entropies,
-        )
+        facts = replace(job.facts, data=corpus.summary, entropies=entropies)
         opened = admit(directory, facts, sys.argv)
         vocabulary.keep(opened.path, corpus.tokenizer)
         recorder = Recorder(opened, facts)

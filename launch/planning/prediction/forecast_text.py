@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ds_configs.plan import Plan
-from launch.planning.page import Page
+from launch.console.text_table import Page
 from launch.planning.prediction.constants import fitted
 from launch.planning.prediction.forecast import Bill, Forecast, PredictedSpeed, Remark
 from launch.planning.prediction.step_time import StepTime

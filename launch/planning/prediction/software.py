@@ -52,7 +52,6 @@ class Software:
         overlaps_gradients: gradients are averaged over data-parallel ranks while the backward pass runs.
         overlaps_weights: so are the weights that ZeRO-1 and -2 gather, while the forward pass runs.
         cuts_boundaries: tensor ranks send 1/t each of what goes to the next pipeline stage.
-        has_interleaving: its pipeline can give a rank several chunks of layers.
         balances_stages: a last stage whose output layer takes longer than a layer has fewer layers.
         has_sequence_parallelism: it can cut the residual stream over tensor ranks.
     """
@@ -75,7 +74,6 @@ class Software:
     overlaps_gradients: bool = False
     overlaps_weights: bool = False
     cuts_boundaries: bool = False
-    has_interleaving: bool = False
     balances_stages: bool = False
     has_sequence_parallelism: bool = False
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from launch.planning.page import Page
+from launch.console.text_table import Page
 from launch.planning.prediction.forecast_text import (
     CATEGORIES,
     error,

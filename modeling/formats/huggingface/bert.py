@@ -168,13 +168,21 @@ def config(
     labels = model.head_classes if model.task_head == "classification" else 2
     # a class by its name is Any
     return getattr(transformers, PLACEMENTS[model.layer_norm].prefix + "Config")(  # type: ignore[no-any-return]
-        vocab_size=model.vocab_size, max_position_embeddings=positions, hidden_size=model.hidden,
-        num_hidden_layers=model.layers, num_attention_heads=model.heads, intermediate_size=4 * model.hidden,
-        hidden_act="gelu", layer_norm_eps=BERT_NORM_EPS, type_vocab_size=2, pad_token_id=pad,
+        vocab_size=model.vocab_size,
+        max_position_embeddings=positions,
+        hidden_size=model.hidden,
+        num_hidden_layers=model.layers,
+        num_attention_heads=model.heads,
+        intermediate_size=4 * model.hidden,
+        hidden_act="gelu",
+        layer_norm_eps=BERT_NORM_EPS,
+        type_vocab_size=2,
+        pad_token_id=pad,
         num_labels=labels,
-        hidden_dropout_prob=dropout.hidden, attention_probs_dropout_prob=dropout.attention,
+        hidden_dropout_prob=dropout.hidden,
+        attention_probs_dropout_prob=dropout.attention,
         tie_word_embeddings=True,
-    )  # fmt: skip
+    )
 
 
 def logits(model: Any, tokens: Tensor, token_types: Tensor, mask: Tensor) -> Logits:

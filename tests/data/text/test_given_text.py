@@ -182,7 +182,7 @@ def test_it_takes_the_place_of_a_recipes_own_text(tmp_path):
 
 
 def planned(*words: str):
-    return pretrain.training_of(
+    return pretrain.checked_job(
         pretrain.build_parser().parse_args(["--plan", "--ds_config", "zero0", *words])
     )
 
@@ -199,10 +199,10 @@ def test_a_plan_says_what_is_trained_and_refuses_a_vocabulary_that_the_text_cann
         ) as error:
             planned("--recipe", recipe, "--text", str(path))
     size = str(error.value).partition("set model.vocab_size=")[2].split()[0]
-    job = planned("--recipe", "bert/sotu", "--text", str(path), "--set", f"model.vocab_size={size}").job
+    job = planned("--recipe", "bert/sotu", "--text", str(path), "--set", f"model.vocab_size={size}")
     assert "State of the Union" not in job.plan.recipe.title and job.plan.recipe.title.endswith(f"on {path}")
     assert job.directory.name == "bert-sotu-mine-zero0"
-    shrunk = planned("--tiny").job.plan.recipe.title
+    shrunk = planned("--tiny").plan.recipe.title
     assert shrunk == "GPT-2 of 237k parameters on the State of the Union addresses"
     from launch.training.start import show_plan
 

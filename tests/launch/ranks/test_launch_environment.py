@@ -247,7 +247,7 @@ def test_a_training_by_tensor_ranks_says_so_before_it_asks_cuda_for_anything(mon
     for flags in ("zero1", "zero1 --set parallel.tp=2", "3d", "no"):
         args = pretrain.build_parser().parse_args(["--tiny", "--ds_config", *flags.split()])
         with pytest.raises(ProblemsError):
-            pretrain.training_of(args)
+            pretrain.checked_job(args)
     assert asked == [None, "1", "1", None]
 
 

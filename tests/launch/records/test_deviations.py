@@ -98,7 +98,7 @@ def test_a_plan_needs_neither_the_processes_nor_the_machine(monkeypatch, capsys)
     """…as long as no launcher has started any; what would be started is refused as ever."""
     row = ["--recipe", "megatron_paper_table1/8.3b-mp-dp", "--ds_config", "fp16_dynamic"]
     parse = pretrain.build_parser().parse_args
-    job = pretrain.training_of(parse([*row, "--plan"])).job
+    job = pretrain.checked_job(parse([*row, "--plan"]))
     show_plan(job, [])
     shown = capsys.readouterr().out
     assert "= 512 processes, planned; not started here" in shown
@@ -107,14 +107,14 @@ def test_a_plan_needs_neither_the_processes_nor_the_machine(monkeypatch, capsys)
         with monkeypatch.context() as environment, pytest.raises(ValueError) as refused:
             for name, value in launcher.items():
                 environment.setenv(name, value)
-            pretrain.training_of(parse(arguments))
+            pretrain.checked_job(parse(arguments))
         said = str(refused.value)
         assert "start 512 (deepspeed --num_gpus 512" in said and "has no fp16" in said
 
 
 @pytest.mark.usefixtures("cpu")
 def test_deepspeed_judges_what_is_handed_on():
-    plan = pretrain.training_of(pretrain.build_parser().parse_args([])).job.plan
+    plan = pretrain.checked_job(pretrain.build_parser().parse_args([])).plan
     later = {**plan.ds, "compile": {"passes": ["z1", "z4"]}}  # as a rule of another version
     with pytest.raises(ValueError) as refused:
         check_by_deepspeed(dataclasses.replace(plan, ds=later), "mine.json")
@@ -126,7 +126,7 @@ def test_pretrain_hands_over_the_recipe_before_tiny_and_set(monkeypatch):
     monkeypatch.setattr("launch.ranks.processes.world_size", lambda: 2)
     row = "dgx2_gpt2_data_parallel/40x1536-b8"
     asked = pretrain.build_parser().parse_args(["--recipe", row, "--tiny", "--set", "optimizer.lr=3e-4"])
-    training = pretrain.training_of(asked)
-    original, used = training.original, training.job.plan.recipe
+    job = pretrain.checked_job(asked)
+    original, used = job.original, job.plan.recipe
     assert original == catalog.load(row) and used.optimizer.lr == 3e-4
     assert f"optimizer.lr: 0.0003, the recipe's is {original.optimizer.lr}" in said(used, original)

@@ -25,7 +25,7 @@ from launch.records.admission import admit
 from launch.records.directory import RunDirectory
 from launch.records.metrics import SaveRecord, read_metrics, to_line
 from launch.training.job import Job
-from launch.training.start import Training, open_run_directory
+from launch.training.start import open_run_directory
 from recipes import catalog
 from recipes.layout import Layout
 from recipes.schema import Recipe
@@ -110,12 +110,11 @@ def test_neither_steps_nor_checkpoints_are_overwritten_without_resume(tmp_path):
 def test_a_launch_forgets_the_errors_of_the_last_and_a_refused_one_does_not(tmp_path):
     add_steps(create(tmp_path, plan()))
     (tmp_path / "error-rank-3.txt").write_text("torch.OutOfMemoryError: CUDA out of memory.")
-    training = Training(Job(plan(), "default/small", tmp_path), recipe(), False, False, lambda meeting: None)
+    job = Job(plan(), "default/small", tmp_path, recipe())
     with pytest.raises(ValueError):
-        open_run_directory(training)
+        open_run_directory(job)
     assert (tmp_path / "error-rank-3.txt").exists()
-    resumed = dataclasses.replace(training.job, resume=True)
-    open_run_directory(dataclasses.replace(training, job=resumed)).close()
+    open_run_directory(dataclasses.replace(job, resume=True)).close()
     assert not (tmp_path / "error-rank-3.txt").exists()
 
 
@@ -154,6 +153,7 @@ def test_resume_may_change_how_the_work_is_done_and_says_so(tmp_path):
     ]  # fmt: skip
     assert json.loads(run.ds_config_json.read_text()) == ds
     assert [launch.plan["layout"]["dp"] for launch in run.launches()] == [1, 2]
+    assert run.newest_launch().plan["layout"]["dp"] == 2
     assert catalog.load_resolved(run.recipe_yaml).run.save_every == 5
 
 

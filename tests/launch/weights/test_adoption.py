@@ -263,7 +263,7 @@ def test_the_line_of_the_refusal_trains_at_the_adopted_rate(copied, tmp_path, mo
     monkeypatch.setattr(sys, "argv", words[:-4] + words[-2:])
 
     def plan(line):
-        return pretrain.training_of(pretrain.build_parser().parse_args(line)).job.plan
+        return pretrain.checked_job(pretrain.build_parser().parse_args(line)).plan
 
     with pytest.raises(ProblemsError) as refused:
         plan(sys.argv[1:])

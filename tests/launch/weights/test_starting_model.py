@@ -20,7 +20,7 @@ from transformers import (
 from data.text.trained_vocabulary import train_bpe, train_wordpiece, wrap_tokenizer
 from launch import pretrain
 from launch.records.admission import admit
-from launch.training.start import Training
+from launch.training.job import Job
 from recipes import catalog
 from recipes.problems import ProblemsError
 
@@ -55,10 +55,10 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def planned(folder: Path, name: str, *more: str) -> Training:
+def planned(folder: Path, name: str, *more: str) -> Job:
     words = ["--plan", "--ds_config", "zero0", "--init_from", str(folder / name)]
     words += ["--text", str(folder / "mine.txt"), *more]
-    return pretrain.training_of(pretrain.build_parser().parse_args(words))
+    return pretrain.checked_job(pretrain.build_parser().parse_args(words))
 
 
 def refused(folder: Path, name: str, *more: str) -> str:
@@ -69,8 +69,8 @@ def refused(folder: Path, name: str, *more: str) -> str:
 
 @pytest.mark.parametrize("name", ["gpt2", "padded", *BERTS])
 def test_shape_positions_and_tokenizer_are_theirs_and_all_else_the_recipes(folder, name):
-    training = planned(folder, name)
-    job, masked = training.job, name in BERTS
+    job = planned(folder, name)
+    masked = name in BERTS
     recipe, model = job.plan.recipe, job.plan.recipe.model
     assert (model.layers, model.hidden, model.heads, model.vocab_size) == (1, 8, 2, SIZE)
     assert recipe.positions == recipe.sequence_length == POSITIONS
@@ -85,7 +85,7 @@ def test_shape_positions_and_tokenizer_are_theirs_and_all_else_the_recipes(folde
 
 
 def test_samples_may_be_shorter_than_their_positions(folder):
-    recipe = planned(folder, "gpt2", "--set", "sequence_length=16").job.plan.recipe
+    recipe = planned(folder, "gpt2", "--set", "sequence_length=16").plan.recipe
     assert (recipe.sequence_length, recipe.positions) == (16, POSITIONS)
 
 
@@ -112,21 +112,21 @@ def test_another_vocabulary_is_refused_unless_the_user_insists(folder):
     rows = ("--set", "data.tokenizer.kind=file", "--set", f"data.tokenizer.path={path}")
     said = refused(folder, "gpt2", *rows)
     assert "data.tokenizer.kind=file differs from" in said and "insist with --new_vocabulary" in said
-    insisted = planned(folder, "gpt2", "--new_vocabulary").job.plan
+    insisted = planned(folder, "gpt2", "--new_vocabulary").plan
     assert insisted.recipe.data.tokenizer.kind == "trained_bpe"
     assert "the loss starts high" in str(insisted.notices[-1])
     given = ("--set", "data.tokenizer.kind=file", "--set", f"data.tokenizer.path={folder / 'gpt2'}")
-    assert planned(folder, "bare", *given).job.initial_weights, "the user names theirs"
+    assert planned(folder, "bare", *given).initial_weights, "the user names theirs"
 
 
 def test_a_run_without_a_checkpoint_is_resumed_from_the_weights_that_it_was_given(folder, tmp_path):
-    training = planned(folder, "gpt2", "--out", str(tmp_path))
-    admit(tmp_path, training.facts, ["pretrain.py"]).close()
+    job = planned(folder, "gpt2", "--out", str(tmp_path))
+    admit(tmp_path, job.facts, ["pretrain.py"]).close()
     words = ["--resume", "--out", str(tmp_path)]
-    resumed = pretrain.training_of(pretrain.build_parser().parse_args(words)).job
-    assert resumed.plan.recipe == training.job.plan.recipe and resumed.plan.ds_name == "zero0"
-    assert resumed.initial_weights == replace(training.job.initial_weights, recipe=tmp_path, stated=[])
+    resumed = pretrain.checked_job(pretrain.build_parser().parse_args(words))
+    assert resumed.plan.recipe == job.plan.recipe and resumed.plan.ds_name == "zero0"
+    assert resumed.initial_weights == replace(job.initial_weights, recipe=tmp_path, stated=[])
     recipe = resumed.plan.recipe
     write_checkpoint(tmp_path / "checkpoints", 3, model_tensors(recipe), recipe)
-    kept = pretrain.training_of(pretrain.build_parser().parse_args(words)).job
+    kept = pretrain.checked_job(pretrain.build_parser().parse_args(words))
     assert kept.initial_weights is None, "a checkpoint has its own"
