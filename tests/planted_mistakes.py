@@ -143,7 +143,7 @@ MISTAKES = (
     Mistake("one order for every epoch", "data/samples/fields.py",
             "shuffled(self._samples, seed, epoch)", "shuffled(self._samples, seed, 0)",
             DATA + "loader.py::test_positions_are_looked_up_in_the_order_of_their_epoch"),
-    Mistake("ranks read the same rows", "data/loader.py", "return rows[dp_rank]", "return rows[0]",
+    Mistake("ranks read the same rows", "data/loader.py", "return rows[dp_rank, :]", "return rows[0, :]",
             DATA + "loader.py::test_a_rank_reads_consecutive_rows"),
     Mistake("data resumed a step back", "data/loader.py",
             "Prefetcher(self._produce, start_step,", "Prefetcher(self._produce, max(0, start_step - 1),",

@@ -120,7 +120,7 @@ def test_no_modules_import_each_other_in_a_circle():
 
 # What may only fall: tokens of the packages, tokens a code line of what pretrain.py reaches over all its
 # imports, and files that a tiny run of GPT-2 loads.
-MOST_TOKENS = 348_305
+MOST_TOKENS = 325_011
 MOST_TOKENS_A_LINE = 8.74
 MOST_FILES_LOADED = 110
 APART = (

@@ -78,7 +78,8 @@ def test_an_address_of_ipv6_is_one_unless_it_is_of_its_link_alone(monkeypatch):
     monkeypatch.setattr("psutil.net_if_addrs", lambda: families)
     assert interfaces.interfaces_with_address() == ["lo", "eth1"]
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth")
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "forgotten after the test")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     interfaces.follow_nccl()
     assert interfaces.os.environ["GLOO_SOCKET_IFNAME"] == "eth1"
 
