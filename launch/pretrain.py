@@ -53,7 +53,7 @@ OF_ADOPTED = "it is about the run in --adopt"
 EXAMPLES = """\
 examples:
   deepspeed launch/pretrain.py --ds_config ds_configs/zero3_offload.json
-      the default recipe: a small GPT-2 on the packaged corpus, five to ten
+      the default recipe: a small GPT-2 on the packaged corpus, three to ten
       minutes on two CPU cores
   deepspeed --num_gpus 2 launch/pretrain.py \\
       --ds_config ds_configs/zero2.json --tiny
