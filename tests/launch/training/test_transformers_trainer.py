@@ -249,6 +249,8 @@ def test_a_signal_and_resume(uninterrupted, tmp_path, number):
     out = tmp_path / "run"
     process = start([sys.executable], out)
     wait_for_steps(out, 6, process)
+    while number == signal.SIGKILL and not complete_checkpoints(out / "checkpoints"):
+        wait_for_steps(out, len(losses(out)) + 1, process)  # it is written beside the next steps
     process.send_signal(number)
     text = process.communicate()[0]
     if number != signal.SIGKILL:
