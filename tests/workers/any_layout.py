@@ -58,7 +58,8 @@ def plan_of(case: dict, steps: int):
         *(f"parallel.{degree}={case.get(degree, 1)}" for degree in ("tp", "pp", "dp")),
         f"precision={case.get('precision', 'fp32')}", *case.get("settings", ()),
     ]  # fmt: skip
-    recipe = catalog.load(case.get("recipe", catalog.DEFAULT_RECIPE), settings, tiny=True, steps=steps)
+    asked = {"tiny": True, "steps": steps, "trained": False}  # whatever of a schedule the steps reach
+    recipe = catalog.load(case.get("recipe", catalog.DEFAULT_RECIPE), settings, **asked)
     return resolve(recipe, case["ds_config"], processes.world_size(), MACHINE)
 
 
