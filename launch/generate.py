@@ -187,18 +187,13 @@ def checked_job(args: argparse.Namespace) -> WritingJob:
 
 def unfit(args: argparse.Namespace, model: TrainedModel) -> Iterator[Problem]:
     """Yield problems of flags useless for a BERT."""
-    typed = {
-        *args.given,
-        *(name for name, value in vars(args).items() if value is True),
-    }
-    useless = [
-        f"--{name}"
-        for name in vars(args)
-        if name in typed and name not in OF_ALL_MODELS
-    ]
-    family = model.recipe.model.family
+    useless = []
+    for name, value in vars(args).items():
+        typed = name in args.given or value is True
+        if typed and name not in OF_ALL_MODELS:
+            useless.append(f"--{name}")
     if useless and not model.continues:
-        came = f"{', '.join(useless)} with a {family.upper()}"
+        came = f"{', '.join(useless)} with a {model.recipe.model.family.upper()}"
         yield Problem(
             useless[0],
             came,

@@ -39,12 +39,15 @@ def encode(
 ) -> dict[str, Any]:
     """Encode examples, of a question each choice. The longer of two texts is cut; a hidden label is 0."""
     facts = TASKS[task_of(recipe).name]
-    texts = [[text or "" for text in batch[name]] for name in facts.texts]
+    texts = []
+    for name in facts.texts:
+        texts.append([text or "" for text in batch[name]])
     choices = len(facts.labels) if facts.head == "choice" else 1
     if choices > 1:
-        articles = [article for article in texts[0] for _ in range(choices)]
+        articles = list[str]()
         filled = list[str]()
-        for question, options in zip(*texts[1:], strict=True):
+        for article, question, options in zip(*texts, strict=True):
+            articles += [article] * choices
             filled += [with_option(question, option or "") for option in options]
         texts = [articles, filled]
     made = dict(tokenizer(

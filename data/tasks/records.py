@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
@@ -144,12 +144,19 @@ def _flattened(value: Any) -> Iterator[dict[str, Any]]:
     for entry in listed:
         for paragraph in entry.get("paragraphs", ()):
             for question in paragraph["qas"]:
-                label = question.get("answers")
-                if label is not None:
-                    label = {key: [each[key] for each in label] for key in ANSWERS}
-                yield {**question, "context": paragraph["context"], "answers": label}
+                given = question.get("answers")
+                answers = None if given is None else _columns(given)
+                yield {**question, "context": paragraph["context"], "answers": answers}
         if "paragraphs" not in entry:
             yield entry
+
+
+def _columns(answers: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return the texts and the places of a question's answers, as on the hub."""
+    columns = {}
+    for key in ANSWERS:
+        columns[key] = [each[key] for each in answers]
+    return columns
 
 
 def _in_our_fields(facts: TaskFacts, found: Dataset, needed: Sequence[str]) -> Dataset:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,7 @@ def encode(prompts: Sequence[Prompt], model: TrainedModel) -> list[Prompt]:
 
 def unfit(prompts: Sequence[Prompt], model: TrainedModel) -> list[Problem]:
     """List the first problems of prompts that are unfit for the model."""
-    problems = (problem for prompt in prompts for problem in _unfit(prompt, model))
+    problems = chain.from_iterable(_unfit(prompt, model) for prompt in prompts)
     return list(islice(problems, MOST))
 
 
@@ -104,11 +104,6 @@ class WritingJob:
     how: Decoding
     dtype: str
     out: Path | None
-
-    @property
-    def is_single(self) -> bool:
-        """Whether the job is one text in the terminal."""
-        return len(self.prompts) * self.samples == 1 and self.out is None
 
 
 @dataclass(frozen=True)
@@ -182,10 +177,11 @@ class ScreenStream(TextStreamer):
 def run(job: WritingJob) -> None:
     """Load the model and write the texts."""
     model = job.model.loaded(getattr(torch, job.dtype))
-    stream = None
-    if job.is_single and job.model.continues:
-        stream = ScreenStream(job.model.tokenizer, skip_special_tokens=True)
     total = len(job.prompts) * job.samples
+    is_single = total == 1 and job.out is None
+    stream = None
+    if is_single and job.model.continues:
+        stream = ScreenStream(job.model.tokenizer, skip_special_tokens=True)
     count = 0
     began = time.perf_counter()
     # Texts in a terminal show the progress themselves.
@@ -202,7 +198,7 @@ def run(job: WritingJob) -> None:
                     del record["ended"]
                 print(json.dumps(record, ensure_ascii=False), file=file, flush=True)
             elif stream is None:
-                show(written, headed=not job.is_single)
+                show(written, headed=not is_single)
     seconds = time.perf_counter() - began
     said = f"{total:,} texts, {count:,} tokens in {seconds:.2f} s: {count / seconds:,.0f} tokens/s"
     terminal.say(said, sys.stderr)

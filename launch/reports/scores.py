@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -195,7 +196,7 @@ def finetuned_models(
         else:
             alone = FinetunedModel(run, _values(scores), run.label, run.path)
             found[run.path] = [alone]
-    return [model for models in found.values() for model in models]
+    return list(chain.from_iterable(found.values()))
 
 
 def _of_summary(run: ReportedRun, summary: Summary) -> Iterator[FinetunedModel]:
@@ -275,10 +276,11 @@ def frame(
     for each in finetuned:
         parameters = number(each.run.result.parameters)
         for split, metrics in each.scores.items():
-            for metric in (each for each in SHARES if each in metrics):
-                figure = f"{metric}, {split}".replace("_", " ")
-                measured = (each.how, percent(metrics[metric]), parameters)
-                rows.append((each.task.name, figure, *measured, "fine-tuned"))
+            for metric in SHARES:
+                if metric in metrics:
+                    figure = f"{metric}, {split}".replace("_", " ")
+                    measured = (each.how, percent(metrics[metric]), parameters)
+                    rows.append((each.task.name, figure, *measured, "fine-tuned"))
     kinds = ("text", "text", "name", "number", "number", "words")
     return ReportTable(HEADINGS, kinds, rows) if rows else None
 

@@ -6,6 +6,7 @@ import argparse
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 from launch.console import arguments, terminal
@@ -151,12 +152,15 @@ def catalog_rows(tables: Sequence[str]) -> list[ListedRecipe]:
     """
     known = {table.name: table for table in catalog.tables()}
     problems = list[Problem]()
-    for name in tables:
-        if name not in known:
+    asked = list[str]()
+    for name in dict.fromkeys(tables):
+        if name in known:
+            asked.append(name)
+        else:
             fix = did_you_mean(name, known)
             problems.append(Problem("TABLE", name[:100], "no such table", fix))
     rows = list[ListedRecipe]()
-    for name in [each for each in dict.fromkeys(tables) if each in known] or known:
+    for name in asked or known:
         table = known[name]
         for row in table.rows:
             try:
@@ -187,10 +191,12 @@ def as_text(
     if not rows:
         return f"no recipe fits {node}: {memory}" if memory else "no recipe"
     page = Page(width)
-    for name in dict.fromkeys(row.table.name for row in rows):
-        own = [row for row in rows if row.table.name == name]
+    for name, listed in groupby(rows, key=lambda row: row.table.name):
+        own = list(listed)
         named = _filled(own)
-        cells = [[row.cells[key] for key in named] for row in own]
+        cells = []
+        for row in own:
+            cells.append([row.cells[key] for key in named])
         table = own[0].table
         others = evidence.read(table).others.values()
         left = [f"no recipe: {each.published.row}: {each.why}" for each in others]

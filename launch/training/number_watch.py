@@ -346,8 +346,8 @@ def corruptions(
     for named in every_name:
         axis, kind, name = named
         for ranks in AXES[axis](grid.tp, grid.pp, grid.dp):
-            there = [rank for rank in ranks if rank in copies]
-            for rank in odd_ranks({rank: copies[rank].get(named) for rank in there}):
+            sums = {rank: copies[rank].get(named) for rank in ranks if rank in copies}
+            for rank in odd_ranks(sums):
                 found.setdefault((rank, kind, True), []).append(name)
     named_corruptions = []
     for (rank, kind, among_copies), names in sorted(found.items()):

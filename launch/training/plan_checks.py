@@ -15,7 +15,7 @@ from ds_configs.findings import read
 from ds_configs.plan import Plan
 from launch.console.text_table import Page
 from launch.machine import checks, description, drivers
-from launch.machine.checks import Check, failed, ok, unchecked, warning
+from launch.machine.checks import Check, ok, unchecked, warning
 from launch.ranks import joining, processes
 from launch.ranks.meeting import Meeting
 from launch.training.job import Job
@@ -68,10 +68,9 @@ def of_machines(job: Job, meeting: Meeting) -> list[Check]:
         return own
     meeting.settle(partial(checks.refuse, own))
     joining.check_places(meeting)
-    if processes.world_size() > 1:
-        from launch.records import shared_directory
+    from launch.records import shared_directory
 
-        shared_directory.check_all(meeting, existing(job.directory))
+    shared_directory.check_all(meeting, existing(job.directory))
     report = socket.gethostname(), own if processes.local_rank() == 0 else []
     reports = meeting.to_rank_0(REPORT.dump_python(report, mode="json"))
     found = merged([REPORT.validate_python(each) for each in reports])
@@ -88,24 +87,22 @@ def merged(reports: Sequence[tuple[str, list[Check]]]) -> list[Check]:
     for host, found in reports:
         for check in found:
             said.setdefault(check.key, {}).setdefault(check, []).append(host)
-    return [check for hosts_of in said.values() for check in _told_apart(hosts_of)]
+    told = list[Check]()
+    for hosts_of in said.values():
+        told += _told_apart(hosts_of)
+    return told
 
 
 def _told_apart(hosts_of: dict[Check, list[str]]) -> Iterator[Check]:
-    able = [check for check in hosts_of if check.verdict != "not checked"] or [
-        *hosts_of
-    ]
-    for check in able:
-        if len(able) == 1:
-            yield check
-            continue
-        told = f"{some(hosts_of[check])}: {check.found}"
-        if check.key == "versions":
-            yield replace(
-                failed(told, "make them equal on all machines"), key=check.key
-            )
-        else:
-            yield replace(check, found=told)
+    able = [check for check in hosts_of if check.verdict != "not checked"]
+    for check in able or hosts_of:
+        if len(able) > 1:
+            told = f"{some(hosts_of[check])}: {check.found}"
+            check = replace(check, found=told)
+            if check.key == "versions":
+                fix = "make them equal on all machines"
+                check = replace(check, verdict="failed", fix=fix)
+        yield check
 
 
 def text(found: Sequence[Check], width: int | None) -> str:

@@ -204,9 +204,9 @@ def _add_memory(shown: Page, found: Forecast) -> None:
     sizes["reserved by torch"] = [rank.reserved for rank in ranks]
     sizes["CUDA context, NCCL"] = [rank.context for rank in ranks]
     sizes["sum"] = [rank.total for rank in ranks]
-    rows = [
-        [name, *(f"{size / 1e9:.2f}" for size in row)] for name, row in sizes.items()
-    ]
+    rows = []
+    for name, row in sizes.items():
+        rows.append([name, *(f"{size / 1e9:.2f}" for size in row)])
     rows.append(["at its fullest in the", *(rank.moment for rank in ranks)])
     headings = [
         "GB per GPU",
