@@ -124,6 +124,16 @@ def resolve(
     )
 
 
+def tensor_degree(recipe: Recipe, ds_path: str | Path) -> int:
+    """Return the tensor-parallel degree that recipe or JSON state, 1 without one; `resolve` checks it.
+
+    Raises ConfigError: there is no such JSON, or it cannot be read.
+    """
+    config = read(find(ds_path))
+    own = recipe.parallel.tp or stated(config, "parallel.tensor")
+    return own or stated(config, "parallel.default_tensor") or 1
+
+
 def followed(recipe: Recipe, ds_path: str | Path, world: int | None) -> list[Stated]:
     """Return the values that `recipe` takes from a JSON of one's own; `world`: as `following.follow` has it.
 

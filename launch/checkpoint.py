@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import replace
 
 if not __package__:
     import _clone_first  # noqa: F401
@@ -195,31 +194,32 @@ def export(run_at: str, out: str) -> int:
 def adopt(args: argparse.Namespace) -> int:
     """Write the run directory. Raises ValueError with every problem."""
     from data.corpus import build
+    from ds_configs.findings import find
     from launch.machine import description
     from launch.records import metrics, vocabulary
+    from launch.records.facts import RunFacts
     from launch.training.run import checksum
     from launch.training.schedule import learning_rate
-    from launch.training.start import job_of, open_run_directory, text_of
+    from launch.training.start import job_of, open_run_directory, plan_of, text_of
     from launch.weights.adoption import Adoption
-    from recipes import catalog
 
-    adopts = Adoption.of(args.directory, args)
-    recipe = adopts.begun(args.set, text_of(args), args.steps)
-    args.ds_config = adopts.with_scaling(args.ds_config or recipe.ds_config)
+    adoption = Adoption.of(args.directory, args)
+    named = adoption.named_recipe
+    recipe = adoption.begun(args.set, text_of(args), args.steps)
+    config = adoption.with_scaling(args.ds_config or recipe.ds_config)
     machine = description.detect_machine(on_paper=True)
-    name = catalog.full_name(adopts.recipe_name)
-    job = job_of(args, recipe, name, machine, None)
-    adopted = adopts.noted(job.plan, args.set, learning_rate)
-    original = catalog.load(adopts.recipe_name)
-    job = replace(job, plan=adopted, original=original)
+    plan = plan_of(args, recipe, config, machine)
+    plan = adoption.with_remarks(plan, args.set, learning_rate)
+    facts = RunFacts(plan, named.name, original=named.recipe, ds_config=find(config))
+    job = job_of(args, facts, machine)
     corpus = build(recipe, say=terminal.say)
     directory = open_run_directory(job)
     assert directory and recipe.branch
     vocabulary.keep(directory.path, corpus.tokenizer)
     metrics.begin_branch(directory.metrics_jsonl, recipe.branch)
-    adopts.write(adopted, job.checkpoints, checksum(corpus))
+    adoption.write(plan, job.checkpoints, checksum(corpus))
     directory.close()
-    for notice in adopted.notices:
+    for notice in plan.notices:
         terminal.say(str(notice))
     print(
         f"{directory.path}: step {recipe.branch.step}; pretrain.py --resume --out goes on from it"

@@ -14,14 +14,16 @@ from typing import TYPE_CHECKING
 if not __package__:
     import _clone_first  # noqa: F401
 
+from ds_configs.findings import find
 from launch.console import arguments, ends
 from launch.experiments.launching import torchrun
-from launch.records.facts import Ending, TaskScore
+from launch.records.facts import Ending, RunFacts, TaskScore
 from launch.training.start import (
     RUN_RULES,
     add_run_arguments,
     job_of,
     launch,
+    plan_of,
     say_on_rank_0,
 )
 from recipes.catalog import cut_to
@@ -258,9 +260,12 @@ def checked(args: argparse.Namespace) -> Job:
         if args.from_scratch
         else InitialWeights(args.init, stated=args.weights_args)
     )
-    job = job_of(
-        args, cut_to(original, args.steps), f"finetune/{args.task}", machine, weights
-    )
+    recipe = cut_to(original, args.steps)
+    config = args.ds_config or recipe.ds_config
+    plan = plan_of(args, recipe, config, machine, weights)
+    name = f"finetune/{args.task}"
+    facts = RunFacts(plan, name, original=original, ds_config=find(config))
+    job = job_of(args, facts, machine, weights)
     encoder = job.initial_weights and pretrained.pretrained_in(
         job.initial_weights.directory
     )
@@ -278,7 +283,6 @@ def checked(args: argparse.Namespace) -> Job:
 
     return replace(
         job,
-        original=original,
         corpus=lambda meeting: corpus,
         loop=loop,
         saved=checkpoints,

@@ -6,10 +6,8 @@ deepspeed launch/pretrain.py --ds_config ds_configs/zero3_offload.json
 from __future__ import annotations
 
 import argparse
-import contextlib
 import shlex
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,33 +16,38 @@ from pydantic import TypeAdapter
 if not __package__:
     import _clone_first  # noqa: F401
 
-from ds_configs.findings import ConfigError, Disagreement
-from ds_configs.plan import ANY_GPU
-from ds_configs.resolver import resolve
+from ds_configs.findings import ConfigError, Disagreement, find
+from ds_configs.resolver import tensor_degree
 from launch.console import arguments, ends
 from launch.console.text_table import aligned
 from launch.machine import description
 from launch.ranks import joining, processes
-from launch.records.facts import Ending
+from launch.records.facts import Ending, RunFacts
 from launch.records.plan_text import titled
-from launch.training.start import RUN_RULES, add_run_arguments, job_of, launch, text_of
+from launch.training.start import (
+    RUN_RULES,
+    add_run_arguments,
+    job_of,
+    launch,
+    plan_of,
+    text_of,
+)
 from modeling import cost
 from recipes import catalog
 from recipes.files import checked, path_of
 from recipes.problems import Problem, ProblemsError
-from recipes.tables import RecordedTable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from data.corpus import Corpus
-    from ds_configs.plan import Machine
     from launch.checkpoints.branching import BranchPoint
     from launch.records.recorded_run import RecordedRun
     from launch.training.followed_json import FollowedJson
-    from launch.training.job import InitialWeights, Job
+    from launch.training.job import Job
     from launch.weights.adoption import Adoption
     from launch.weights.starting_model import StartingModel
+    from recipes.catalog import NamedRecipe
     from recipes.schema import Recipe
 
 # parameters; rank 0 assembles no larger model for a sample
@@ -170,60 +173,142 @@ def main() -> None:
     launch(args, lambda: checked_job(args))
 
 
+@dataclass(frozen=True)
+class Beginning:
+    """What a run begins with: a row or a run by its recipe, another run's checkpoint, or another program's run.
+
+    Attributes:
+        named: the recipe that is changed.
+        run: whose recipe it is; None: a row's.
+        branch_point: the checkpoint of `run` that is gone on from.
+        adoption: of another program's run.
+        weights: given ones.
+        shrinks: --tiny changes the recipe.
+    """
+
+    named: NamedRecipe
+    run: RecordedRun | None
+    branch_point: BranchPoint | None
+    adoption: Adoption | None
+    weights: StartingModel | None
+    shrinks: bool
+
+    @property
+    def original(self) -> Recipe:
+        return self.run.original if self.run else self.named.recipe
+
+    @property
+    def tiny(self) -> bool:
+        return self.shrinks or (self.run is not None and self.run.tiny)
+
+    @property
+    def name(self) -> str:
+        name = self.run.name if self.run else self.named.name
+        return f"{name}-tiny" if self.tiny else name
+
+
 def checked_job(args: argparse.Namespace) -> Job:
     """Make the job of the flags. Raises ValueError with every problem."""
-    source, point = source_of(args)
-    recipe_name: str | Path = source.path if source else args.recipe
-    tiny = args.tiny and not (source and source.tiny)
-    if source and not args.follow and arguments.stated(args.set, "ds_config") is None:
-        args.ds_config = args.ds_config or source.ds_config
-    laid = text_of(args)
-    weights = weights_of(source) if source and args.resume and not point else None
-    adopts = None if source else adoption(args)
-    recipe_name = adopts.recipe_name if adopts else recipe_name
+    beginning = beginning_of(args)
+    followed = followed_json(args, beginning)
+    recipe = recipe_of(args, beginning, followed)
+    config = config_of(args, beginning, recipe)
+    joining.order_kernels(tensor_degree(recipe, config))
+    machine = description.detect_machine(args.emulate_fp16, on_paper=args.plan)
+    try:
+        plan = plan_of(args, recipe, config, machine, beginning.weights)
+    except ConfigError as refused:
+        raise with_hint(refused, args, config) from None
+    adoption = beginning.adoption
+    if adoption:
+        from launch.training.schedule import learning_rate
+
+        plan = adoption.with_remarks(plan, args.set, learning_rate)
+    if followed:
+        on_paper = args.plan and args.steps is None
+        plan = followed.with_remarks(plan, on_paper=on_paper)
+    facts = RunFacts(
+        plan,
+        beginning.name,
+        original=beginning.original,
+        tiny=beginning.tiny,
+        ds_config=find(config),
+        recipe_of=beginning.run.path if beginning.run else None,
+    )
+    job = job_of(args, facts, machine, beginning.weights)
+    adopt = adoption.write if adoption else None
+    return replace(job, adopt=adopt, outcome=sampled)
+
+
+def beginning_of(args: argparse.Namespace) -> Beginning:
+    """Find what the flags begin with. Raises ProblemsError."""
+    run, branch_point = source_of(args)
+    adoption = None if run else adoption_of(args)
+    weights = None
+    if run:
+        named = run.named
+        weights = weights_of(run) if args.resume and not branch_point else None
+    elif adoption:
+        named = adoption.named_recipe
     if args.init_from is not None:
-        named = recipe_name if source or "recipe" in args.given else None
-        weights = given_weights(args, named)
-        recipe_name = weights.recipe_name
-        laid |= weights.settings(args.set)
-    follows = follow(args, recipe_name, tiny)
-    laid |= follows.settings if follows else {}
-    original = source.original if source else catalog.load(recipe_name)
-    if point:
-        recipe = point.recipe(args.set, laid, args.steps)
+        weights = given_weights(args, run)
+        named = weights.named_recipe
+    elif not (run or adoption):
+        named = catalog.find(args.recipe)
+    shrinks = args.tiny and not (run and run.tiny)
+    return Beginning(named, run, branch_point, adoption, weights, shrinks)
+
+
+def recipe_of(
+    args: argparse.Namespace, beginning: Beginning, followed: FollowedJson | None
+) -> Recipe:
+    """Return the recipe of the run, with what is given and --set over it. Raises ProblemsError."""
+    settings = text_of(args)
+    if args.init_from is not None and beginning.weights:
+        settings |= beginning.weights.settings(args.set)
+    if followed:
+        settings |= followed.settings
+    if beginning.branch_point:
+        recipe = beginning.branch_point.recipe(args.set, settings, args.steps)
+    elif beginning.adoption:
+        recipe = beginning.adoption.begun(args.set, settings, args.steps)
     else:
-        trained = not (follows and args.plan)  # else the plan tells it
-        load = partial(catalog.load, recipe_name, tiny=tiny, trained=trained)
-        begin = adopts.begun if adopts else load
-        recipe = titled(begin(args.set, steps=args.steps, laid=laid), original)
+        recipe = beginning.named.changed(
+            args.set,
+            beginning.shrinks,
+            args.steps,
+            settings,
+            trained=not (followed and args.plan),  # else the plan tells it
+        )
     if recipe.task is not None:
         fix = f"python launch/finetune.py --task {recipe.task.name} --init DIR"
         raise ProblemsError.of(
             "task", "a recipe with a task", "pretraining has none", fix
         )
-    name = source.name if source else catalog.full_name(recipe_name)
-    name += "-tiny" if tiny or (source and source.tiny) else ""
-    # `job_of` tells it, with the problems of this machine
-    with contextlib.suppress(ValueError):
-        plan = resolve(
-            recipe, args.ds_config or recipe.ds_config, processes.world_size(), ANY_GPU
-        )
-        joining.order_kernels(plan.layout.tp)
-    machine = description.detect_machine(args.emulate_fp16, on_paper=args.plan)
-    job = job_with_hint(args, recipe, name, machine, weights, adopts)
-    if adopts:
-        from launch.training.schedule import learning_rate
+    if beginning.branch_point:
+        return recipe
+    return titled(recipe, beginning.original)
 
-        plan = adopts.noted(job.plan, args.set, learning_rate)
-        job = replace(job, plan=plan, adopt=adopts.write)
-    if follows:
-        on_paper = args.plan and args.steps is None
-        job = replace(job, plan=follows.noted(job.plan, on_paper=on_paper))
-    if source:
-        tiny = tiny or source.tiny
-        taken = None if source.path == job.directory else source.path
-        job = replace(job, recipe_of=taken)
-    return replace(job, original=original, tiny=tiny, outcome=sampled)
+
+def config_of(args: argparse.Namespace, beginning: Beginning, recipe: Recipe) -> str:
+    """Return the DeepSpeed JSON of the run: the flags' one, that of the run that goes on, or the recipe's."""
+    config: str = args.follow or args.ds_config or recipe.ds_config
+    named = args.follow or args.ds_config or arguments.stated(args.set, "ds_config")
+    if beginning.run and not named:
+        config = beginning.run.ds_config
+    return beginning.adoption.with_scaling(config) if beginning.adoption else config
+
+
+def with_hint(
+    refused: ConfigError, args: argparse.Namespace, config: str
+) -> ConfigError:
+    """Name --follow, too, where the JSON says otherwise than the recipe."""
+    disagrees = any(isinstance(problem, Disagreement) for problem in refused.problems)
+    if args.follow is not None or not disagrees:
+        return refused
+    came = f"--follow {config} instead of --ds_config"
+    hint = Problem("--follow", came, "the recipe takes what the JSON states")
+    return ConfigError([*refused.problems, hint])
 
 
 def sampled(job: Job, corpus: Corpus) -> Ending:
@@ -284,21 +369,20 @@ def source_of(
     return (run_of_recipe(args.recipe) if named else None), None
 
 
-def given_weights(
-    args: argparse.Namespace, recipe_name: str | Path | None
-) -> StartingModel:
-    """Read the model of --init_from. `recipe_name`: of a recipe that somebody named."""
+def given_weights(args: argparse.Namespace, run: RecordedRun | None) -> StartingModel:
+    """Read the model of --init_from; the recipe of `run`, or that of --recipe, is compared with it."""
     from launch.weights.starting_model import StartingModel
 
-    how = {
-        "stated": args.weights_args,
-        "recipe": recipe_name,
-        "insists": args.new_vocabulary,
-    }
-    return StartingModel(args.init_from, **how)
+    recipe: str | Path | None = args.recipe if "recipe" in args.given else None
+    return StartingModel(
+        args.init_from,
+        stated=args.weights_args,
+        recipe=run.path if run else recipe,
+        insists=args.new_vocabulary,
+    )
 
 
-def adoption(args: argparse.Namespace) -> Adoption | None:
+def adoption_of(args: argparse.Namespace) -> Adoption | None:
     """Open the run of --adopt; None without one. Raises ProblemsError."""
     if args.adopt is None:
         return None
@@ -307,44 +391,19 @@ def adoption(args: argparse.Namespace) -> Adoption | None:
     return Adoption.of(args.adopt, args)
 
 
-def follow(
-    args: argparse.Namespace, recipe_name: str | Path, tiny: bool
+def followed_json(
+    args: argparse.Namespace, beginning: Beginning
 ) -> FollowedJson | None:
-    """Read the JSON of --follow, which becomes that of the run; None without one. Raises ConfigError."""
+    """Read the JSON of --follow; None without one. Raises ConfigError."""
     if not args.follow:
         return None
     from launch.training.followed_json import FollowedJson
 
-    args.ds_config = args.follow
     degrees = [text for text in args.set if text.strip().startswith("parallel")]
-    unfollowed = catalog.load(recipe_name, degrees, tiny, args.steps)
+    unfollowed = beginning.named.changed(degrees, beginning.shrinks, args.steps)
     anywhere = args.plan and not processes.launched()
     world = args.processes if anywhere else processes.world_size()
     return FollowedJson.read(args.follow, unfollowed, world)
-
-
-def job_with_hint(
-    args: argparse.Namespace,
-    recipe: Recipe,
-    name: str,
-    machine: Machine,
-    weights: InitialWeights | None,
-    adopts: Adoption | None,
-) -> Job:
-    """Plan the job. Where the JSON says otherwise than the recipe, the refusal names --follow."""
-    if adopts:
-        args.ds_config = adopts.with_scaling(args.ds_config or recipe.ds_config)
-    try:
-        return job_of(args, recipe, name, machine, weights)
-    except ConfigError as refused:
-        disagrees = any(
-            isinstance(problem, Disagreement) for problem in refused.problems
-        )
-        if args.follow is not None or not disagrees:
-            raise
-        came = f"--follow {args.ds_config} instead of --ds_config"
-        hint = Problem("--follow", came, "the recipe takes what the JSON states")
-        raise ConfigError([*refused.problems, hint]) from None
 
 
 def resumed_run(args: argparse.Namespace) -> RecordedRun | None:
@@ -387,12 +446,12 @@ def resumed_run(args: argparse.Namespace) -> RecordedRun | None:
 
 def run_of_recipe(name: str) -> RecordedRun | None:
     """Return the run that --recipe names; None: it names a row. Raises ProblemsError: the run is a branch."""
-    table, _ = catalog.find(name)
-    if not isinstance(table, RecordedTable):
+    named = catalog.find(name)
+    if not named.of_run:
         return None
     from launch.records.recorded_run import RecordedRun
 
-    run = RecordedRun.read(Path(table.document.where).parent, "--recipe")
+    run = RecordedRun.read(Path(named.name), "--recipe")
     if run.recipe.branch is not None:
         began = run.recipe.branch
         came = f"{name} is a branch of {began}"

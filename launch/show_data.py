@@ -86,14 +86,14 @@ def main() -> int:
 
     terminal.quiet_libraries()
     try:
-        laid = {}
+        settings = {}
         say = partial(print, file=sys.stderr)
         if args.text:
             from data.text.given_text import text_settings
 
             column = arguments.stated(args.set, "data.text_column")
-            laid = text_settings(args.text, column, say)
-        recipe = catalog.load(args.recipe, args.set, tiny=args.tiny, laid=laid)
+            settings = text_settings(args.text, column, say)
+        recipe = catalog.load(args.recipe, args.set, tiny=args.tiny, settings=settings)
         check(args, recipe)
         from data.corpus import build
 

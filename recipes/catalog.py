@@ -11,6 +11,8 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -41,19 +43,83 @@ def titles() -> dict[str, str]:
     return {DEFAULT_RECIPE: found.pop(DEFAULT_RECIPE), **found}
 
 
+@dataclass(frozen=True)
+class NamedRecipe:
+    """A row of a table, or the recipe of a run, as it is written there; it is read once."""
+
+    table: Table
+    row: str
+
+    @property
+    def name(self) -> str:
+        """Table/row; of a run its directory."""
+        return f"{self.table.name}/{self.row}"
+
+    @property
+    def of_run(self) -> bool:
+        return isinstance(self.table, RecordedTable)
+
+    @cached_property
+    def recipe(self) -> Recipe:
+        """The recipe without a change. Raises RecipeError with all its problems."""
+        return self._checked(self.table.row(self.row))
+
+    def changed(
+        self,
+        overrides: Sequence[str] = (),
+        tiny: bool = False,
+        steps: int | None = None,
+        settings: Mapping[str, Any] | None = None,
+        trained: bool = True,
+    ) -> Recipe:
+        """Shrink the recipe, lay `settings` over it, then `overrides`, and cut it to `steps`. See `load`."""
+        if tiny:
+            values = shrink(self.recipe).model_dump(by_alias=True)
+            recipe = self._checked(values, overrides, settings)
+        elif overrides or settings:
+            recipe = self._checked(self.table.row(self.row), overrides, settings)
+        else:
+            recipe = self.recipe
+        cut = steps is not None
+        if steps is not None and steps < 1:
+            rule = "a run has at least one optimizer step"
+            fix = "give --steps a whole number from 1"
+            raise RecipeError.of("--steps", f"steps={steps}", rule, fix)
+        recipe = cut_to(recipe, steps)
+        keys = [*map(key_of, overrides)]
+        own = any(key.startswith("schedule") for key in keys)
+        stands = self.of_run or recipe.published
+        stretched = "steps" in keys or not stands
+        if trained and (own or (stretched and not cut)):
+            problems = [*schedule_problems(recipe, self.name, own=own, cut=cut)]
+            if problems:
+                raise RecipeError(problems)
+        return recipe
+
+    def _checked(
+        self,
+        values: Mapping[str, Any],
+        overrides: Sequence[str] = (),
+        settings: Mapping[str, Any] | None = None,
+    ) -> Recipe:
+        document = self.table.document
+        roots = self.table.paths(self.row)
+        return validate(values, self.name, document, roots, overrides, settings)
+
+
 def load(
     name: str | Path = DEFAULT_RECIPE,
     overrides: Sequence[str] = (),
     tiny: bool = False,
     steps: int | None = None,
-    laid: Mapping[str, Any] | None = None,
+    settings: Mapping[str, Any] | None = None,
     trained: bool = True,
 ) -> Recipe:
     """Load the recipe `name`; shrink it, lay values over it, override keys, cut it to `steps`, in this order.
 
     `name` is table/row, a row or a table with one row if that is unambiguous, a YAML file followed by /row or
     :row, or a run directory; a Path is a run directory.
-    `laid` maps dotted keys to values, of given weights or given text.
+    `settings` maps dotted keys to values, of given weights, a given text or a given JSON.
     `overrides` are texts like "batch.micro=4", the value in YAML; they have the last word over `tiny`.
     `steps` ends the run earlier or later and keeps the recipe's schedule, so that a short run is the
     beginning of the long one; to stretch the schedule as well, override `steps=`.
@@ -63,29 +129,7 @@ def load(
 
     Raises RecipeError: no such recipe, or all its problems, one line each.
     """
-    table, row = find(name)
-    values = table.row(row)
-    where = f"{table.name}/{row}"
-    if tiny:
-        values = shrink(
-            validate(values, where, table.document, table.paths(row))
-        ).model_dump(by_alias=True)
-    recipe = validate(values, where, table.document, table.paths(row), overrides, laid)
-    cut = steps is not None
-    if steps is not None and steps < 1:
-        rule = "a run has at least one optimizer step"
-        fix = "give --steps a whole number from 1"
-        raise RecipeError.of("--steps", f"steps={steps}", rule, fix)
-    recipe = cut_to(recipe, steps)
-    keys = [*map(key_of, overrides)]
-    own = any(key.startswith("schedule") for key in keys)
-    stands = isinstance(table, RecordedTable) or recipe.published
-    stretched = "steps" in keys or not stands
-    if trained and (own or (stretched and not cut)):
-        problems = [*schedule_problems(recipe, where, own=own, cut=cut)]
-        if problems:
-            raise RecipeError(problems)
-    return recipe
+    return find(name).changed(overrides, tiny, steps, settings, trained)
 
 
 def cut_to(recipe: Recipe, steps: int | None) -> Recipe:
@@ -94,12 +138,6 @@ def cut_to(recipe: Recipe, steps: int | None) -> Recipe:
         return recipe
     schedule = recipe.schedule.model_copy(update={"decay_steps": recipe.decay_steps})
     return recipe.model_copy(update={"steps": steps, "schedule": schedule})
-
-
-def full_name(name: str | Path, flag: str = FLAG) -> str:
-    """Complete a recipe's name, given with `flag`, to table/row. Raises RecipeError if there is none."""
-    table, row = find(name, flag)
-    return f"{table.name}/{row}"
 
 
 def dump(recipe: Recipe) -> str:
@@ -157,13 +195,13 @@ def recorded(name: str) -> Path | None:
     )
 
 
-def find(name: str | Path, flag: str = FLAG) -> tuple[Table, str]:
-    """Find the table and the row of a recipe's name, or of a run. Raises RecipeError if there is none.
+def find(name: str | Path, flag: str = FLAG) -> NamedRecipe:
+    """Find the recipe of a name, or of a run. Raises RecipeError if there is none.
 
     `flag`: where the name was given.
     """
     if isinstance(name, Path):
-        return RecordedTable.of(name / RECORDED), name.name
+        return NamedRecipe(RecordedTable.of(name / RECORDED), name.name)
     outside = _outside(name, flag)
     if outside:
         path, row = outside
@@ -186,7 +224,7 @@ def find(name: str | Path, flag: str = FLAG) -> tuple[Table, str]:
     if path in FOLDER.glob("*.yaml"):  # a full name needs no other table
         only = read_table(path)
         if row in only.rows:
-            return only, row
+            return NamedRecipe(only, row)
     found, problems = _tables(FOLDER)
     try:
         return _row_of(found, (flag, name), name, problems)
@@ -218,7 +256,7 @@ def _row_of(
     name: str,
     problems: list[Problem],
     written: Callable[[str], str] = str,
-) -> tuple[Table, str]:
+) -> NamedRecipe:
     """Find the only row that matches `name`; other tables' problems are reported only if none matches.
 
     `asked`: the flag, and the name as it was given; `written` turns table/row into the user's form of the name.
@@ -230,7 +268,7 @@ def _row_of(
         [name] if name in every else [key for key in every if name in key.split("/", 1)]
     )
     if len(matching) == 1:
-        return every[matching[0]]
+        return NamedRecipe(*every[matching[0]])
     if matching:
         options = some([written(key) for key in matching])
         raise _unfound(*asked, f"can be {options}", "give the table and the row")

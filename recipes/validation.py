@@ -28,13 +28,13 @@ from recipes.yaml_lines import KeyPath, YamlDocument, YamlError, parse
 
 
 def _override(
-    values: dict[str, Any], settings: Sequence[str]
+    values: dict[str, Any], overrides: Sequence[str]
 ) -> tuple[set[KeyPath], list[Problem]]:
-    """Lay the settings over `values`, later ones over earlier; return their keys and their problems."""
+    """Lay the overrides over `values`, later ones over earlier; return their keys and their problems."""
     known = set(paths())
     problems = list[Problem]()
     keys = set[KeyPath]()
-    for text in settings:
+    for text in overrides:
         key, equals, written = text.partition("=")
         path = tuple(part.strip() for part in key.split("."))
         dotted = ".".join(path)
@@ -102,27 +102,27 @@ def validate(
     name: str,
     document: YamlDocument,
     roots: Sequence[KeyPath],
-    settings: Sequence[str] = (),
-    laid: Mapping[str, Any] | None = None,
+    overrides: Sequence[str] = (),
+    settings: Mapping[str, Any] | None = None,
 ) -> Recipe:
-    """Check `values`, with `laid` over them and `settings` over both, and return them as a Recipe.
+    """Check `values`, with `settings` over them and `overrides` over both, and return them as a Recipe.
 
     Args:
         values: the recipe as plain data, keys as in the file.
         name: of the recipe, at the start of each line.
         document: the recipe's file.
         roots: paths of its sections that may hold a key of the recipe.
-        settings: texts of `--set`; their problems are reported together with those of `values`.
-        laid: dotted key -> value.
+        overrides: texts of `--set`; their problems are reported together with those of `values`.
+        settings: dotted key -> value.
 
     Raises RecipeError: all problems.
     """
     # A run's recipe.yaml has no rows and fewer rules: those of training alone.
     columns = document.value.get("columns") or () if "rows" in document.value else None
     changed = copy.deepcopy(dict(values))
-    for key, value in (laid or {}).items():
+    for key, value in (settings or {}).items():
         _put(changed, key.split("."), copy.deepcopy(value))
-    overridden, problems = _override(changed, settings)
+    overridden, problems = _override(changed, overrides)
     found: list[tuple[Problem, list[ErrorPath]]] = []  # with the keys that it is about
     try:
         recipe = Recipe.model_validate(changed)

@@ -18,7 +18,7 @@ from launch.checkpoints.run_checkpoints import (
 from launch.ranks.processes import from_rank_0
 from launch.records.recorded_run import RecordedRun
 from modeling.parallel.process_grid import ProcessGrid
-from recipes import catalog, files
+from recipes import files
 from recipes.consistency import schedule_problems
 from recipes.families import TRAINED
 from recipes.key_paths import BRANCHED, DECISIVE, OTHER_TEXT, READ_ANEW, changes, key_of
@@ -51,34 +51,34 @@ class BranchPoint:
         return cls(run, found.step)
 
     def recipe(
-        self, settings: Sequence[str], laid: Mapping[str, Any], steps: int | None
+        self, overrides: Sequence[str], settings: Mapping[str, Any], steps: int | None
     ) -> Recipe:
-        """Return the recipe of a branch: the run's, with `laid`, then `settings` over it, and its `branch`.
+        """Return the recipe of a branch: the run's, `settings` and `overrides` over it, and its `branch`.
 
-        Where `settings` give a cool-down and not its end, that is the last step. Raises ProblemsError with
+        Where `overrides` give a cool-down and not its end, that is the last step. Raises ProblemsError with
         every problem.
         """
         there = self.run.recipe
-        said = {*map(key_of, settings)}
+        said = {*map(key_of, overrides)}
         if said & {"schedule", "schedule.wsd_decay_steps"}:
-            laid = {**laid, "schedule.decay_steps": None}
+            settings = {**settings, "schedule.decay_steps": None}
             if steps:
-                settings = [*settings, f"steps={steps}"]
+                overrides = [*overrides, f"steps={steps}"]
         kept = there.data.tokenizer
-        other_text = any(key in OTHER_TEXT for key in {*laid, *said})
+        other_text = any(key in OTHER_TEXT for key in {*settings, *said})
         if kept.kind in TRAINED and other_text:
             # other text trains another
             kept = Tokenizer(kind="file", path=str(self.run.path / "tokenizer"))
         there = with_tokenizer(there, kept)
-        laid = {**laid, "data.tokenizer": kept.model_dump()}
+        settings = {**settings, "data.tokenizer": kept.model_dump()}
         problems = list[Problem]()
-        now, wrong = self._laid_over(settings, laid, steps)
+        now, wrong = self._changed(overrides, settings, steps)
         problems += wrong
         if now is None:
-            sound = [text for text in settings if self._laid_over([text], laid)[0]]
-            now = self._laid_over(sound, laid, steps)[0] or there
+            sound = [text for text in overrides if self._changed([text], settings)[0]]
+            now = self._changed(sound, settings, steps)[0] or there
         # where data is set as a whole
-        if not any("tokenizer" in text for text in settings):
+        if not any("tokenizer" in text for text in overrides):
             now = with_tokenizer(now, kept)
         allowed = changes(there, now, BRANCHED, stated=True)
         read = there.sizes.samples(self.step)
@@ -115,14 +115,16 @@ class BranchPoint:
                 where = f"{FLAG} {self.run.path}"
                 yield Problem(key, came, KEPT, "leave it out", where)
 
-    def _laid_over(
-        self, settings: Sequence[str], laid: Mapping[str, Any], steps: int | None = None
+    def _changed(
+        self,
+        overrides: Sequence[str],
+        settings: Mapping[str, Any],
+        steps: int | None = None,
     ) -> tuple[Recipe | None, tuple[Problem, ...]]:
         """Return the run's recipe with changes, or None and all that is wrong with them."""
+        named = self.run.named
         try:
-            return catalog.load(
-                self.run.path, settings, steps=steps, laid=laid, trained=False
-            ), ()
+            return named.changed(overrides, False, steps, settings, trained=False), ()
         except RecipeError as error:
             return None, error.problems
 

@@ -95,7 +95,7 @@ def order_kernels(tp: int) -> None:
     Between tensor ranks an all-reduce then begins before the product that it overlaps with, as Megatron-LM
     demands.
     """
-    if tp > 1:
+    if tp != 1:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 

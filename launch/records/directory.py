@@ -197,11 +197,15 @@ class RunDirectory:
         launches = self.launches()
         return launches[-1] if launches else None
 
-    def recipe(self, flag: str = "RUN") -> Recipe:
-        """Read the recipe with every value; `flag` names the directory. Raises ProblemsError."""
+    def named_recipe(self, flag: str = "RUN") -> catalog.NamedRecipe:
+        """Find the recipe with every value; `flag` names the directory. Raises ProblemsError."""
         if not files.is_file(self.recipe_yaml):
             files.refuse(f"{flag} {self.path}", "holds no run", fix=GIVE)
-        return catalog.load_resolved(self.recipe_yaml)
+        return catalog.find(self.path)
+
+    def recipe(self, flag: str = "RUN") -> Recipe:
+        """Read the recipe with every value; `flag` names the directory. Raises ProblemsError."""
+        return self.named_recipe(flag).recipe
 
     def plan(self) -> Plan:
         """Read the plan of the newest launch. Raises FileError."""

@@ -137,7 +137,8 @@ class RunFacts:
 
     plan: Plan
     name: str  # of the recipe, table/row as the user names it
-    machine: Mapping[str, Any]  # `description.describe()`
+    # `description.describe()` on rank 0
+    machine: Mapping[str, Any] = field(default_factory=dict)
     original: Recipe | None = None  # before --tiny, --set and --steps; None: the plan's
     tiny: bool = False
     emulated_fp16: bool = False

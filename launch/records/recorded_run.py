@@ -10,6 +10,7 @@ from typing import Any
 from ds_configs.findings import FOLDER
 from launch.records.directory import RunDirectory
 from recipes import catalog
+from recipes.catalog import NamedRecipe
 from recipes.schema import Recipe
 
 
@@ -19,7 +20,7 @@ class RecordedRun:
 
     Attributes:
         path: its directory.
-        recipe: with every value.
+        named: its recipe with every value.
         original: the same before --tiny, --set and --steps.
         name: of the recipe, table/row, without the mark of --tiny.
         ds_config: its DeepSpeed JSON, as --ds_config takes it.
@@ -28,7 +29,7 @@ class RecordedRun:
     """
 
     path: Path
-    recipe: Recipe
+    named: NamedRecipe
     original: Recipe
     name: str
     tiny: bool
@@ -36,11 +37,16 @@ class RecordedRun:
     initial_weights: Mapping[str, Any] | None
     command: tuple[str, ...] = ()
 
+    @property
+    def recipe(self) -> Recipe:
+        return self.named.recipe
+
     @classmethod
     def read(cls, path: Path, flag: str) -> RecordedRun:
         """Read a run directory, which `flag` names. Raises ProblemsError."""
         at = RunDirectory(path)
-        recipe = at.recipe(flag)
+        named = at.named_recipe(flag)
+        recipe = named.recipe
         has_original = at.original_yaml.is_file()
         original = catalog.load_resolved(at.original_yaml) if has_original else recipe
         launches = at.launches()
@@ -53,7 +59,7 @@ class RecordedRun:
         )
         return cls(
             path,
-            recipe,
+            named,
             original,
             name=launch.row if launch else path.name,
             tiny=launch is not None and launch.tiny,

@@ -46,8 +46,9 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the recipe and return the exit code; 2: it cannot be run as it is."""
-    table, row = catalog.find(args.recipe)
-    recipe = catalog.load(args.recipe)
+    named = catalog.find(args.recipe)
+    table = named.table
+    recipe = named.recipe
     if args.yaml:
         print(catalog.dump(recipe), end="")
         return 0
@@ -56,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     width = terminal.columns()
     page = Page(width)
-    name = f"{table.name}/{row}"
+    name = named.name
     about = (recipe.title, f"{table.title}.", table.note)
     page.text(*map(_one_line, about), hang=2, heading=[name])
     launch = list[str]()
@@ -67,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         hardware = str(recipe.hardware or "any")
         around = Surroundings(hardware, memory=memory)
         page.add([describe_plan(plan, name, around, width)], heading=["resolved"])
-        launch = launch_lines_of(args.recipe, recipe)
+        launch = launch_lines_of(args.recipe, named)
     except ConfigError as error:
         wrong = (f"cannot be run as it is: {line}" for line in error.problems)
         page.text(*wrong, hang=2, heading=["resolved"])
@@ -79,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         "not as the source ran it": _reasons(recipe, "differs"),
         "given by no source: what stands in": _reasons(recipe, "unknown"),
         "notes": [recipe.note],
-        "errata": map(str, evidence.read(table).errata_of(row)),
+        "errata": map(str, evidence.read(table).errata_of(named.row)),
     }
     for title, texts in sections.items():
         page.text(*map(_one_line, texts), hang=2, heading=[title])
@@ -96,14 +97,15 @@ def resolved(recipe: Recipe) -> Plan:
     return published_plan(recipe, gpus)
 
 
-def launch_lines_of(name: str, recipe: Recipe) -> list[str]:
+def launch_lines_of(name: str, named: catalog.NamedRecipe) -> list[str]:
     """Return command lines for the row's hardware and for any machine."""
+    recipe = named.recipe
     words = launch_lines.arguments(name, recipe.ds_config, ())
     script = f"{SCRIPT} {quoted(words)}"
     where, launcher = _launcher(recipe)
     lines = [f"# on {where}", f"{launcher} {script}"]
     try:
-        shrunk = catalog.load(name, tiny=True)
+        shrunk = named.changed(tiny=True)
         published_plan(shrunk)
     # what the smaller model cannot have
     except (RecipeError, ConfigError) as error:

@@ -34,7 +34,7 @@ class FollowedJson:
         """Return the values by the recipe's dotted keys."""
         return {each.key: each.value for each in self.stated}
 
-    def noted(self, plan: Plan, on_paper: bool = False) -> Plan:
+    def with_remarks(self, plan: Plan, on_paper: bool = False) -> Plan:
         """Return the plan with a notice for each value that was taken, and for those that were not.
 
         `on_paper`: also of what a start refuses, since a JSON does not say how long it trains.

@@ -10,7 +10,6 @@ import copy
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +26,6 @@ from ds_configs.resolver import resolve
 from launch.checkpoints.run_checkpoints import Checkpoint, DamagedCheckpoint, found
 from launch.console import terminal
 from launch.deepspeed_fixes import versions
-from launch.machine import description
 from launch.machine.memory import largest_master
 from launch.ranks import processes
 from launch.records.facts import Ending, RunFacts
@@ -86,14 +84,10 @@ class InitialWeights(Protocol):
 
 @dataclass(frozen=True)
 class Job:
-    """One run before it runs: its plan, directory and options, and the work that its command adds."""
+    """One run before it runs: its facts, directory and options, and the work that its command adds."""
 
-    plan: Plan
-    name: str  # the recipe's, as the user names it, for results
+    facts: RunFacts
     directory: Path  # the run directory
-    original: Recipe | None = None  # before --tiny, --set and --steps; None: the plan's
-    tiny: bool = False
-    emulated_fp16: bool = False
     # start from the newest complete checkpoint of `directory`, if there is one
     resume: bool = False
     compiled: bool = False  # torch.compile the model
@@ -102,9 +96,6 @@ class Job:
     initial_weights: InitialWeights | None = None  # None: random ones
     # writes the first checkpoint of an adopted run; takes the checksum of the training tokens
     adopt: Callable[[Plan, Path, str], None] | None = None
-    ds_config: Path | None = None  # the DeepSpeed JSON as it was given
-    # the run whose recipe was taken; None: a row's, or the resumed run's
-    recipe_of: Path | None = None
     # makes the training data on all ranks together, and raises ValueError or OSError; None: the recipe's
     corpus: Callable[[Meeting], Corpus] | None = None
     # trains instead of our loop, from a `Start`
@@ -115,25 +106,13 @@ class Job:
     outcome: Callable[[Job, Corpus], Ending] = lambda job, corpus: Ending()
 
     @property
+    def plan(self) -> Plan:
+        return self.facts.plan
+
+    @property
     def checkpoints(self) -> Path:
         """The directory of the run's checkpoints."""
         return self.directory / "checkpoints"
-
-    @cached_property
-    def facts(self) -> RunFacts:
-        """The facts of the run, as far as they are known before its data."""
-        weights = self.initial_weights
-        return RunFacts(
-            self.plan,
-            self.name,
-            description.describe(),
-            self.original,
-            self.tiny,
-            self.emulated_fp16,
-            ds_config=self.ds_config,
-            initial_weights=weights.record() if weights else None,
-            recipe_of=self.recipe_of,
-        )
 
     @property
     def stop_file(self) -> Path:
@@ -143,7 +122,7 @@ class Job:
 
 def plan_job(
     recipe: Recipe,
-    ds_config: str | None,
+    config: str,
     machine: Machine,
     *,
     compiled: bool,
@@ -153,11 +132,10 @@ def plan_job(
 ) -> Plan:
     """Plan the run of `recipe` on this launch's processes.
 
-    `ds_config` None: the recipe's own; `elsewhere`: a plan on paper, of `planned` processes or of as many as
+    `config`: the DeepSpeed JSON; `elsewhere`: a plan on paper, of `planned` processes or of as many as
     the layout needs; refusals of this machine alone become notices. Raises ValueError with every problem of
     recipe and configuration, or with a problem of the given weights or the data.
     """
-    config = ds_config or recipe.ds_config
     if elsewhere:
         plan = plan_anywhere(recipe, config, machine, planned)
     else:

@@ -37,7 +37,7 @@ def of_machine(job: Job) -> list[Check]:
             **checks.quick(job.plan.recipe, job.directory),
             "versions": lambda: ok(", ".join(f"{name} {of}" for name, of in versions)),
             "tensor parallelism": partial(tensor_ranks, job.plan),
-            "DeepSpeed JSON": partial(unread_sections, job.ds_config),
+            "DeepSpeed JSON": partial(unread_sections, job.facts.ds_config),
         }
     )
 

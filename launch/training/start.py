@@ -13,14 +13,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_configs.findings import find, lookup
-from ds_configs.plan import Machine
+from ds_configs.findings import lookup
+from ds_configs.plan import Machine, Plan
 from launch.checkpoints.run_checkpoints import CheckpointChoice, first_whole
 from launch.console import arguments, terminal
 from launch.machine import checks, description
 from launch.ranks import ending, joining, launch_environment, processes
 from launch.ranks.meeting import Meeting
-from launch.records.facts import Ending, Entropies, SilentRecorder
+from launch.records.facts import Ending, Entropies, RunFacts, SilentRecorder
 from launch.training.early_ends import Diverged, EarlyEnd, stacks_at_quit
 from launch.training.job import (
     WISHES,
@@ -180,31 +180,44 @@ def text_of(args: argparse.Namespace) -> dict[str, Any]:
     return text_settings(args.text, column, say_on_rank_0)
 
 
-def job_of(
+def plan_of(
     args: argparse.Namespace,
     recipe: Recipe,
-    name: str,
+    config: str,
     machine: Machine,
-    weights: InitialWeights | None,
-) -> Job:
-    """Make the job of a recipe and of the flags of `add_run_arguments`; `weights`: initial ones.
+    weights: InitialWeights | None = None,
+) -> Plan:
+    """Plan a recipe under a DeepSpeed JSON by the flags of `add_run_arguments`; `weights`: initial ones.
 
     Raises ValueError with every problem of recipe and configuration.
     """
     take_file_handles(checks.files_needed(processes.world_size(), processes.rank()))
-    plan = plan_job(
+    return plan_job(
         recipe,
-        args.ds_config,
+        config,
         machine,
         compiled=args.compile == "on",
         initial_weights=weights,
         elsewhere=args.plan and not processes.launched(),
         planned=args.processes,
     )
+
+
+def job_of(
+    args: argparse.Namespace,
+    facts: RunFacts,
+    machine: Machine,
+    weights: InitialWeights | None = None,
+) -> Job:
+    """Make the job of a plan and of the flags of `add_run_arguments`. Raises ValueError.
+
+    `facts`: of the plan, the recipe and the JSON; those of machine, directory and weights are added.
+    """
     # Now, since a run that still trains there may save newer ones later.
     weights = weights and weights.resolved()
+    plan = facts.plan
     text = getattr(args, "text", None)
-    place = f"{name}-{Path(text).stem}" if text else name
+    place = f"{facts.name}-{Path(text).stem}" if text else facts.name
     directory = (
         path_of(args.out, "--out")
         if args.out
@@ -216,16 +229,15 @@ def job_of(
     if missing is not None:
         say_on_rank_0(missing)
     compiled = compiles(args.compile, plan, machine)
-    given = find(args.ds_config or recipe.ds_config)
-    return Job(
-        plan,
-        name,
-        directory,
+    facts = replace(
+        facts,
+        machine=description.describe() if processes.rank() == 0 else {},
         emulated_fp16=machine.emulated_fp16,
-        resume=args.resume,
-        compiled=compiled,
-        initial_weights=weights,
-        ds_config=given,
+        initial_weights=weights.record() if weights else None,
+        recipe_of=None if facts.recipe_of == directory else facts.recipe_of,
+    )
+    return Job(
+        facts, directory, resume=args.resume, compiled=compiled, initial_weights=weights
     )
 
 
@@ -284,7 +296,6 @@ def show_plan(job: Job, found: list[checks.Check]) -> None:
     from launch.training import plan_checks
 
     if processes.rank() == 0:
-        described = description.describe()
         kernel = None
         recipe = job.plan.recipe
         text = describe_text(recipe) if recipe.task is None else None
@@ -292,19 +303,19 @@ def show_plan(job: Job, found: list[checks.Check]) -> None:
             from launch.training.build_model import band_kernel
 
             kernel = band_kernel(job.plan)
-        hardware = description.summary(described)
+        hardware = description.summary(job.facts.machine)
         if job.plan.layout.world != processes.world_size():
             hardware = assumed_machine(job.plan, hardware)
         surroundings = Surroundings(
             hardware,
             band_kernel=kernel,
             run_directory=job.directory,
-            recipe_of=job.recipe_of,
+            recipe_of=job.facts.recipe_of,
             started=processes.world_size(),
             text=text,
         )
         columns = terminal.columns()
-        print(describe_plan(job.plan, job.name, surroundings, columns))
+        print(describe_plan(job.plan, job.facts.name, surroundings, columns))
         print(f"\n{plan_checks.text(found, columns)}")
 
 

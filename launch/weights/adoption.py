@@ -153,7 +153,7 @@ class Adoption(StartingModel):
         for each, what in told.items():
             lacking[f"{ARGUMENTS} {each}"] = what
         whole = replace(self, stated=(*self.stated, *told))
-        base = catalog.load(self.recipe_name)
+        base = self.named_recipe.recipe
         found = super(Adoption, whole).settings(texts)
         found |= self.theirs.settings(base)
         if stated(texts, KIND) == "constant":
@@ -229,16 +229,15 @@ class Adoption(StartingModel):
         return found
 
     def begun(
-        self, texts: Sequence[str], laid: Mapping[str, Any], steps: int | None
+        self, texts: Sequence[str], of_text: Mapping[str, Any], steps: int | None
     ) -> Recipe:
-        """Return the recipe of the run that goes on: `laid` and the files' settings, then `texts` over it.
+        """Return the recipe of the run that goes on: `of_text` and the files' settings, then `texts` over it.
 
-        `laid`: the settings of a given text; {} without one. Raises ProblemsError with every problem.
+        `of_text`: the settings of a given text; {} without one. Raises ProblemsError with every problem.
         """
-        laid = {**laid, **self.settings(texts, text=bool(laid), steps=steps)}
-        recipe = catalog.load(
-            self.recipe_name, texts, steps=steps, laid=laid, trained=False
-        )
+        own = self.settings(texts, text=bool(of_text), steps=steps)
+        settings = {**of_text, **own}
+        recipe = self.named_recipe.changed(texts, False, steps, settings, trained=False)
         state = self.state
         each = self.theirs.batch or recipe.batch.global_
         begins = 0
@@ -320,7 +319,9 @@ class Adoption(StartingModel):
             betas = self.theirs.group["betas"]
             adopted_checkpoint.write(self._weights, betas, plan, checkpoints, corpus)
 
-    def noted(self, plan: Plan, texts: Sequence[str], rate_after: RateAfter) -> Plan:
+    def with_remarks(
+        self, plan: Plan, texts: Sequence[str], rate_after: RateAfter
+    ) -> Plan:
         """Return the plan with remarks on the run. Raises ProblemsError: it does not fit the plan's recipe.
 
         `texts`: of --set; `rate_after`: (recipe, completed steps) -> the next learning rate.

@@ -66,6 +66,11 @@ class StartingModel(InitialWeights):
             self.model().form.family, catalog.DEFAULT_RECIPE
         )
 
+    @cached_property
+    def named_recipe(self) -> catalog.NamedRecipe:
+        """That recipe. Raises RecipeError."""
+        return catalog.find(self.recipe_name)
+
     def settings(self, texts: Sequence[str]) -> dict[str, Any]:
         """Return the keys of a recipe that the weights decide, and their values; `texts`: of --set.
 
@@ -90,7 +95,7 @@ class StartingModel(InitialWeights):
                 values["data.tokenizer"] = {"kind": TOKENIZERS[rows]}
             return values
         if self.recipe is not None:
-            if catalog.load(self.recipe).data.tokenizer.kind not in TRAINED:
+            if self.named_recipe.recipe.data.tokenizer.kind not in TRAINED:
                 return values
         elif size != rows:
             came = f"its tokenizer has {size:,} tokens, and its embedding {rows:,} rows"
@@ -108,7 +113,7 @@ class StartingModel(InitialWeights):
             length = saved.recipe.sequence_length
             values = model.model_dump(exclude=_NOT_TAKEN)
         else:
-            recipe = given.as_recipe(catalog.load(self.recipe_name))
+            recipe = given.as_recipe(self.named_recipe.recipe)
             model = recipe.model
             length = recipe.sequence_length
             values = dict(given.model_values, layer_norm=model.layer_norm)

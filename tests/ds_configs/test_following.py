@@ -34,7 +34,7 @@ def path(tmp_path: Path):
 
 def follow(path: Path, *sets: str, world: int | None = 1, name: str = "default/sotu") -> Recipe:
     taken = followed(catalog.load(name), path, world)
-    return catalog.load(name, sets, laid={each.key: each.value for each in taken})
+    return catalog.load(name, sets, settings={each.key: each.value for each in taken})
 
 
 def planned(path: Path, *sets: str, world: int | None = 1) -> Plan:
@@ -45,7 +45,7 @@ def planned(path: Path, *sets: str, world: int | None = 1) -> Plan:
 def told(path: Path, *sets: str) -> list[str]:
     """The notices of a plan under --follow."""
     taken = FollowedJson.read(str(path), catalog.load(), 1)
-    return [notice.text for notice in taken.noted(planned(path, *sets)).notices]
+    return [notice.text for notice in taken.with_remarks(planned(path, *sets)).notices]
 
 
 def adam(**params: Any) -> dict[str, Any]:
@@ -382,8 +382,8 @@ def test_every_value_of_a_json_is_in_a_line(path):
 def test_a_plan_tells_what_a_start_refuses_for_want_of_steps(path):
     file = path(schedule("WarmupLR", warmup_max_lr=1e-3))
     taken = FollowedJson.read(str(file), catalog.load(), 1)
-    plan = resolve(catalog.load(laid=taken.settings, trained=False), file, 1, ANY_GPU)
-    asked = [notice.text for notice in taken.noted(plan, on_paper=True).notices if notice.key == "steps"]
+    plan = resolve(catalog.load(settings=taken.settings, trained=False), file, 1, ANY_GPU)
+    asked = [notice.text for notice in taken.with_remarks(plan, on_paper=True).notices if notice.key == "steps"]
     (text,) = asked
     assert text.startswith("a start is refused: steps=300") and "--set steps=1000" in text
-    assert not [notice for notice in taken.noted(plan).notices if notice.key == "steps"]
+    assert not [notice for notice in taken.with_remarks(plan).notices if notice.key == "steps"]

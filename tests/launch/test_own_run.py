@@ -80,8 +80,8 @@ def test_a_run_is_resumed_with_its_own_recipe_and_json(runs):
     job = planned("--resume", "--out", runs / "stable")
     plan = job.plan
     assert plan.recipe == RunDirectory(runs / "stable").plan().recipe and plan.ds_name == "mine"
-    assert plan.ds["wall_clock_breakdown"] is False and job.tiny
-    assert job.name == "default/sotu-tiny" and job.original.steps == 300
+    assert plan.ds["wall_clock_breakdown"] is False and job.facts.tiny
+    assert job.facts.name == "default/sotu-tiny" and job.facts.original.steps == 300
 
 
 def test_what_is_given_to_a_resumed_run_is_laid_over_its_own(runs):
@@ -130,7 +130,7 @@ def test_a_new_run_takes_the_recipe_and_the_json_of_another(runs, tmp_path):
     job = planned("--recipe", runs / "stable", "--out", tmp_path / "new", "--set", "seed=5")
     recipe = job.plan.recipe
     assert (recipe.optimizer.lr, recipe.seed, recipe.steps, job.plan.ds_name) == (5e-4, 5, 8, "mine")
-    assert job.tiny and job.recipe_of == runs / "stable"
+    assert job.facts.tiny and job.facts.recipe_of == runs / "stable"
     assert planned("--recipe", runs / "stable", "--ds_config", "zero2").plan.ds_name == "zero2"
     assert planned("--recipe", runs / "stable", "--set", "ds_config=zero2").plan.ds_name == "zero2"
 

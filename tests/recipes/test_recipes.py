@@ -67,7 +67,7 @@ def test_a_row_or_a_table_of_one_row_is_name_enough():
     assert load("3d") == load("parallel_kinds/3d")
     assert load("default") == load("default/sotu") == load()
     assert load("gpt2-124m") == load("openwebtext")
-    assert catalog.full_name("wikipedia") == "wikipedia/bert-336m"
+    assert catalog.find("wikipedia").name == "wikipedia/bert-336m"
 
 
 def test_the_recipe_for_gpus_reduces_gradients_once_a_step():

@@ -47,11 +47,11 @@ def given(problem: Problem, settings: list[str], steps: int | None) -> tuple[lis
 )  # fmt: skip
 def test_what_is_said_is_trained_or_refused_with_a_line_that_works(settings, steps, laid, said):
     with pytest.raises(RecipeError) as error:
-        load(overrides=settings, steps=steps, laid=laid)
+        load(overrides=settings, steps=steps, settings=laid)
     (problem,) = error.value.problems
     assert said.replace("stable", "the decay takes steps 281 to 300, and training 1 to 100") in str(problem)
     settings, steps = given(problem, settings, steps)
-    recipe = load(overrides=settings, steps=steps, laid=laid)
+    recipe = load(overrides=settings, steps=steps, settings=laid)
     assert recipe.steps == steps or not [*untrained(recipe)]
 
 

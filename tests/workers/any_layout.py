@@ -25,7 +25,7 @@ from data.corpus import build  # noqa: E402  (after the accelerator is chosen)
 from ds_configs.resolver import resolve  # noqa: E402
 from launch.checkpoints import run_checkpoints  # noqa: E402
 from launch.experiments.parity.groups import temporary_groups  # noqa: E402
-from launch.records.facts import SilentRecorder  # noqa: E402
+from launch.records.facts import RunFacts, SilentRecorder  # noqa: E402
 from launch.training import loop  # noqa: E402
 from launch.training.job import Job  # noqa: E402
 from launch.training.micro_batches import training_batches  # noqa: E402
@@ -88,7 +88,7 @@ def train(out: Path, case: dict, steps: int, source: str | None) -> None:
     corpus = build(plan.recipe, say=records.say)
     grid = ProcessGrid(plan.layout.tp, plan.layout.pp, plan.layout.dp)
     saved = run_checkpoints.read(Path(source)) if source else None
-    loop.train(Start(Job(plan, out.name, out), records, corpus, grid, saved))
+    loop.train(Start(Job(RunFacts(plan, out.name), out), records, corpus, grid, saved))
     if processes.rank() == 0:
         (out / "losses.json").write_text(json.dumps(records.losses))
 

@@ -27,6 +27,7 @@ from data.corpus import build  # noqa: E402
 from ds_configs.resolver import resolve  # noqa: E402
 from launch.checkpoints.engine_state import EngineState  # noqa: E402
 from launch.experiments.parity.groups import temporary_groups  # noqa: E402
+from launch.records.facts import RunFacts  # noqa: E402
 from launch.training.early_ends import Corrupted, Diverged  # noqa: E402
 from launch.training.engine import build_engine, release_at_end, train_step  # noqa: E402
 from launch.training.job import Job  # noqa: E402
@@ -53,7 +54,7 @@ class Trials:
         recipe = catalog.load(catalog.DEFAULT_RECIPE, settings, tiny=True)
         self.plan = resolve(recipe, case["ds_config"], processes.world_size(), MACHINE)
         self.grid = ProcessGrid(self.plan.layout.tp, self.plan.layout.pp, self.plan.layout.dp)
-        self.engine = build_engine(Job(self.plan, "flips", out), self.grid, print)
+        self.engine = build_engine(Job(RunFacts(self.plan, "flips"), out), self.grid, print)
         corpus = build(recipe, say=print)
         self.batches = training_batches(self.plan, corpus, self.grid, None)
         self.state = EngineState(self.engine, self.grid)

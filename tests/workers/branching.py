@@ -26,7 +26,7 @@ from ds_configs.resolver import resolve  # noqa: E402
 from launch.checkpoints import branching  # noqa: E402
 from launch.experiments.parity.groups import temporary_groups  # noqa: E402
 from launch.records.directory import RunDirectory  # noqa: E402
-from launch.records.facts import SilentRecorder  # noqa: E402
+from launch.records.facts import RunFacts, SilentRecorder  # noqa: E402
 from launch.training.job import Job  # noqa: E402
 from launch.training.loop import train as train_run  # noqa: E402
 from launch.training.run import Start, checksum  # noqa: E402
@@ -62,7 +62,9 @@ def train(out: Path, plan: Plan) -> None:
     chosen = None
     if plan.recipe.branch:
         chosen = branching.choose(plan.recipe, grid, checksum(corpus)).checkpoint
-    train_run(Start(Job(plan, out.name, out, after_step=records.keep), records, corpus, grid, chosen))
+    train_run(
+        Start(Job(RunFacts(plan, out.name), out, after_step=records.keep), records, corpus, grid, chosen)
+    )
     if processes.rank() == 0:
         (out / "losses.json").write_text(json.dumps(vars(records)))
 

@@ -22,6 +22,7 @@ from torch._dynamo.utils import counters  # noqa: E402
 
 from ds_configs.resolver import resolve  # noqa: E402
 from launch.machine import description  # noqa: E402
+from launch.records.facts import RunFacts  # noqa: E402
 from launch.training import compiling  # noqa: E402
 from launch.training.engine import build_engine, release_at_end, train_step  # noqa: E402
 from launch.training.job import Job  # noqa: E402
@@ -42,7 +43,9 @@ def count(case: dict, out: Path) -> dict:
     batches = [{"tokens": text[:, :-1], "labels": text[:, 1:], "weights": weights}] * plan.layout.accumulation
     counters.clear()
     with temporary_groups():
-        engine = build_engine(Job(plan, "hooks", out.parent, compiled=True), ProcessGrid(1, 1, 1), print)
+        engine = build_engine(
+            Job(RunFacts(plan, "hooks"), out.parent, compiled=True), ProcessGrid(1, 1, 1), print
+        )
         with release_at_end(engine):
             train_step(engine, batches, ProcessGrid(1, 1, 1), [None] * len(batches))()
             breaks = {reason.splitlines()[0]: times for reason, times in counters["graph_break"].items()}

@@ -80,7 +80,7 @@ def compare(config: dict, out: Path) -> dict[str, list[float]]:
     path.write_text(json.dumps(config))
     recipe = catalog.load(overrides=SETTINGS, tiny=True)
     taken = {each.key: each.value for each in followed(recipe, path, 1)}
-    recipe = catalog.load(overrides=SETTINGS, tiny=True, laid=taken)
+    recipe = catalog.load(overrides=SETTINGS, tiny=True, settings=taken)
     plan = resolve(recipe, path, 1, MACHINE)
     grid = ProcessGrid(1, 1, 1)
     corpus = build(recipe, say=lambda text: None)

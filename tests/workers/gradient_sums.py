@@ -23,6 +23,7 @@ import torch  # noqa: E402  (after the accelerator is chosen)
 
 from ds_configs.resolver import resolve  # noqa: E402
 from launch.experiments.parity.groups import temporary_groups  # noqa: E402
+from launch.records.facts import RunFacts  # noqa: E402
 from launch.training.engine import build_engine, release_at_end, train_step  # noqa: E402
 from launch.training.job import Job  # noqa: E402
 from modeling.parallel.process_grid import ProcessGrid  # noqa: E402
@@ -48,7 +49,7 @@ def norm(case: dict, out: Path) -> float | None:
     weights = torch.full((1, recipe.sequence_length), 1 / recipe.sequence_length)
     batch = {"tokens": text[:, :-1], "labels": text[:, 1:], "weights": weights}
     with temporary_groups():
-        engine = build_engine(Job(plan, "sums", out.parent), grid, print)
+        engine = build_engine(Job(RunFacts(plan, "sums"), out.parent), grid, print)
         with release_at_end(engine):
             read_outcome = train_step(engine, [batch] * accumulation, grid, [None] * accumulation)
             return read_outcome().grad_norm

@@ -25,6 +25,7 @@ from data.corpus import build
 from ds_configs.resolver import resolve
 from launch.checkpoints import reading
 from launch.ranks import ending, processes
+from launch.records.facts import RunFacts
 from launch.training import loop, transformers_model, transformers_trainer
 from launch.training.job import Job
 from launch.training.run import Start, checksum
@@ -118,7 +119,7 @@ def train(case: dict, out: Path) -> None:
     plan = resolve(recipe, case["ds_config"], processes.world_size(), MACHINE)
     corpus, grid = build(recipe, say=lambda text: None), ProcessGrid(1, 1, plan.layout.dp)
     directory, fails_after = out / case["name"], case.get("fails_after")
-    job = Job(plan, case["name"], directory)
+    job = Job(RunFacts(plan, case["name"]), directory)
     records, blocks = Recorded(fails_after), BlocksRun()
     patches = [
         (transformers_model, "build", drawn_once),

@@ -22,7 +22,7 @@ from launch.checkpoints import tensor_file
 from launch.experiments.parity.groups import temporary_groups
 from launch.ranks import ending, processes
 from launch.ranks.meeting import Meeting
-from launch.records.facts import SilentRecorder
+from launch.records.facts import RunFacts, SilentRecorder
 from launch.training import agreement
 from launch.training.job import Job
 from launch.training.loop import train
@@ -78,7 +78,7 @@ def calls_of_steps(case: dict, settings: list[str], meeting: Meeting, out: Path)
         patches += [(at, n, events.counted(n, getattr(at, n), grid.control_group)) for at, n in places]
         for patch in patches:
             mock.patch.object(*patch).start()
-        train(Start(Job(plan, "host messages", out), events, built, grid))
+        train(Start(Job(RunFacts(plan, "host messages"), out), events, built, grid))
         mock.patch.stopall()
     return events.steps
 

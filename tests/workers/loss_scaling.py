@@ -20,7 +20,7 @@ import torch  # noqa: E402  (after the accelerator is chosen)
 
 from data.corpus import build  # noqa: E402
 from ds_configs.resolver import resolve  # noqa: E402
-from launch.records.facts import SilentRecorder  # noqa: E402
+from launch.records.facts import RunFacts, SilentRecorder  # noqa: E402
 from launch.training.early_ends import Diverged  # noqa: E402
 from launch.training.job import Job  # noqa: E402
 from launch.training.loop import train as train_run  # noqa: E402
@@ -58,7 +58,7 @@ def run(case: dict, out: Path) -> None:
     records, problem = Records(), None
     try:
         corpus = build(recipe, say=records.say)
-        job = Job(plan, case["name"], out / case["name"])
+        job = Job(RunFacts(plan, case["name"]), out / case["name"])
         train_run(Start(job, records, corpus, ProcessGrid(case["tp"], case["pp"], case["dp"])))
     except Diverged as e:
         problem = str(e)

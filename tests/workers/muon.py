@@ -31,6 +31,7 @@ from launch.checkpoints.engine_state import EngineState  # noqa: E402
 from launch.checkpoints.manifest import MOMENTS, WEIGHT  # noqa: E402
 from launch.experiments.parity.groups import temporary_groups  # noqa: E402
 from launch.planning.prediction import workload  # noqa: E402
+from launch.records.facts import RunFacts  # noqa: E402
 from launch.training import engine as training  # noqa: E402
 from launch.training.job import Job  # noqa: E402
 from launch.training.micro_batches import (  # noqa: E402
@@ -161,7 +162,7 @@ def compare(case: dict, out: Path) -> dict:
     with temporary_groups(), mock.patch.object(cost, "MUON_AT_ONCE", at_once):
         corpus = build(recipe, say=lambda text: None)
         plain = Plain(recipe, recipe.model.embedding_rows(1))
-        engine = training.build_engine(Job(plan, "muon", out.parent), grid, print)
+        engine = training.build_engine(Job(RunFacts(plan, "muon"), out.parent), grid, print)
         given = training_batches(plan, corpus, grid, None)
         with training.release_at_end(engine):
             for _ in range(STEPS):

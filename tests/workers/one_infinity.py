@@ -24,6 +24,7 @@ import torch  # noqa: E402  (after the accelerator is chosen)
 from ds_configs.resolver import resolve  # noqa: E402
 from launch.checkpoints.engine_state import EngineState  # noqa: E402
 from launch.experiments.parity.groups import temporary_groups  # noqa: E402
+from launch.records.facts import RunFacts  # noqa: E402
 from launch.training.engine import build_engine, release_at_end, train_step  # noqa: E402
 from launch.training.job import Job  # noqa: E402
 from modeling.parallel.process_grid import ProcessGrid  # noqa: E402
@@ -69,7 +70,7 @@ def run(case: dict) -> dict:
     }
     skipped, kept, norms = [], [], []
     with temporary_groups():
-        engine = build_engine(Job(plan, "spoiled", Path("unused")), grid, print)
+        engine = build_engine(Job(RunFacts(plan, "spoiled"), Path("unused")), grid, print)
         with release_at_end(engine):
             spoiler = Spoiler()
             if processes.rank() == world - 1:

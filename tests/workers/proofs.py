@@ -26,6 +26,7 @@ from launch.checkpoints.geometry import Cut
 from launch.checkpoints.stored import StoredTensors
 from launch.experiments.parity.groups import temporary_groups
 from launch.ranks import ending, processes
+from launch.records.facts import RunFacts
 from launch.training.job import Job
 from launch.training.run import Start
 from modeling.parallel.process_grid import ProcessGrid
@@ -289,7 +290,9 @@ def work(job):
             for each in TABLE if fault == "TABLE" else [fault]:
                 found[each] = prove(run, source, each)
 
-    any_layout.train_then(Start(Job(plan, job["name"], out), records, corpus, grid, source), prove_all)
+    any_layout.train_then(
+        Start(Job(RunFacts(plan, job["name"]), out), records, corpus, grid, source), prove_all
+    )
     if processes.rank() == 0:
         out.mkdir(exist_ok=True)
         (out / "found.json").write_text(json.dumps(found))

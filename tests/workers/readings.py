@@ -19,6 +19,7 @@ from data.corpus import build
 from launch.checkpoints import reading, run_checkpoints
 from launch.experiments.parity.groups import temporary_groups
 from launch.ranks import ending, processes
+from launch.records.facts import RunFacts
 from launch.training.job import Job
 from launch.training.run import Start
 from modeling.parallel.process_grid import ProcessGrid
@@ -55,7 +56,7 @@ def work(job):
     def read_all(run):
         found.update({source: refusal_of(run, checkpoint_in(Path(source))) for source in sources})
 
-    any_layout.train_then(Start(Job(plan, out.name, out), records, corpus, grid, first), read_all)
+    any_layout.train_then(Start(Job(RunFacts(plan, out.name), out), records, corpus, grid, first), read_all)
     return found
 
 

@@ -22,7 +22,7 @@ from data.corpus import build  # noqa: E402
 from ds_configs.resolver import resolve  # noqa: E402
 from launch.checkpoints import reading, run_checkpoints  # noqa: E402
 from launch.checkpoints.stored import load_weights  # noqa: E402
-from launch.records.facts import SilentRecorder  # noqa: E402
+from launch.records.facts import RunFacts, SilentRecorder  # noqa: E402
 from launch.training.job import Job  # noqa: E402
 from launch.training.loop import train as train_run  # noqa: E402
 from launch.training.run import Start, checksum  # noqa: E402
@@ -56,7 +56,7 @@ def wait_for_the_disk(run, outcome) -> None:
 
 def train(plan, directory: Path, resume: bool, fails_after: int | None = None) -> dict:
     records = Records(fails_after)
-    job = Job(plan, directory.name, directory, after_step=wait_for_the_disk)
+    job = Job(RunFacts(plan, directory.name), directory, after_step=wait_for_the_disk)
     corpus = build(plan.recipe, say=records.say)
     grid = ProcessGrid(plan.layout.tp, plan.layout.pp, plan.layout.dp)
     saved = (

@@ -26,7 +26,7 @@ from ds_configs.resolver import resolve  # noqa: E402
 from launch.checkpoints import manifest, run_checkpoints, saving, tensor_file  # noqa: E402
 from launch.experiments.parity.groups import temporary_groups  # noqa: E402
 from launch.machine import memory  # noqa: E402
-from launch.records.facts import SilentRecorder  # noqa: E402
+from launch.records.facts import RunFacts, SilentRecorder  # noqa: E402
 from launch.training.early_ends import NotSavedError  # noqa: E402
 from launch.training.job import Job  # noqa: E402
 from launch.training.loop import train  # noqa: E402
@@ -100,7 +100,7 @@ def run(name: str, out: Path) -> dict:
         for patch in CASES[name]:
             stack.enter_context(mock.patch.object(*patch))
         try:
-            train(Start(Job(plan, name, out / name), events, build(recipe, say=events.say), grid))
+            train(Start(Job(RunFacts(plan, name), out / name), events, build(recipe, say=events.say), grid))
         except NotSavedError as failed:
             error = failed.why
     sums = {}

@@ -44,6 +44,7 @@ from launch.checkpoints.engine_state import EngineState  # noqa: E402
 from launch.checkpoints.geometry import share  # noqa: E402
 from launch.checkpoints.manifest import ListedTensor, Manifest, Progress, Series, StoredFile, file_name  # noqa: E402
 from launch.checkpoints.saving import Part, contents  # noqa: E402
+from launch.records.facts import RunFacts  # noqa: E402
 from launch.training.engine import build_engine, release_at_end, train_step  # noqa: E402
 from launch.training.job import Job  # noqa: E402
 from launch.training.micro_batches import salts_of_step  # noqa: E402
@@ -116,7 +117,7 @@ def engine_of(plan: Plan, rank: int, out: Path) -> dict[str, Any]:
     opened.clear()
     with rank_of(layout.world, rank) as made:
         grid = ProcessGrid(layout.tp, layout.pp, layout.dp)
-        engine = build_engine(Job(plan, "x", out), grid, lambda text: None)
+        engine = build_engine(Job(RunFacts(plan, "x"), out), grid, lambda text: None)
         with release_at_end(engine):
             if grid.pp == 1:
                 fields = family_of(recipe.model).fields

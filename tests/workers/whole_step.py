@@ -29,6 +29,7 @@ from data.corpus import build  # noqa: E402
 from ds_configs.resolver import resolve  # noqa: E402
 from launch.checkpoints.engine_state import EngineState  # noqa: E402
 from launch.experiments.parity.groups import temporary_groups  # noqa: E402
+from launch.records.facts import RunFacts  # noqa: E402
 from launch.training import engine as training  # noqa: E402
 from launch.training.job import Job  # noqa: E402
 from launch.training.micro_batches import training_batches  # noqa: E402
@@ -141,7 +142,9 @@ def compare(case: dict, out: Path) -> dict:
         corpus = build(recipe, say=lambda text: None)
         batches = light_batches(recipe) if half else real_batches(plan, corpus, grid)
         kept = [dict(each) for each in batches]
-        engine = training.build_engine(Job(plan, "step", out.parent, initial_weights=given), grid, print)
+        engine = training.build_engine(
+            Job(RunFacts(plan, "step"), out.parent, initial_weights=given), grid, print
+        )
         with training.release_at_end(engine):
             read_outcome = training.train_step(engine, batches, grid, [None] * len(batches))
             outcome, ours = read_outcome(), full_state(EngineState(engine, grid))

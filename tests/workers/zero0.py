@@ -26,6 +26,7 @@ from launch.checkpoints.stored import load_weights
 from launch.deepspeed_fixes.short_steps import FlatStep
 from launch.deepspeed_fixes.zero0 import MasterWeights
 from launch.ranks import ending, processes
+from launch.records.facts import RunFacts
 from launch.training.job import Job
 from launch.training.loop import train as train_run
 from launch.training.run import Start
@@ -76,7 +77,7 @@ def train(case: dict, ds_config: str, out: Path) -> dict:
     plan = resolve(recipe, directory / "ds.json", processes.world_size(), resuming.MACHINE)
     records = resuming.Records()
     with rounded_norms(MasterWeights if ds_config == "zero0" else FlatStep, "_norm") as norms:
-        job = Job(plan, case["name"], directory)
+        job = Job(RunFacts(plan, case["name"]), directory)
         corpus, grid = build(recipe, say=records.say), ProcessGrid(case["tp"], 1, case["dp"])
         train_run(Start(job, records, corpus, grid))
     torch.distributed.barrier()

@@ -18,6 +18,7 @@ from data.loader import MicroBatch
 from launch.machine import compiled_ops, description
 from launch.machine.memory import peak_memory
 from launch.ranks import processes
+from launch.records.facts import RunFacts
 from launch.training import compiling
 from launch.training.agreement import StepExchange, StepReport
 from launch.training.engine import (
@@ -158,7 +159,8 @@ class Ours(MeasuredSystem):
 
     def __init__(self, spec: Specification) -> None:
         super().__init__(spec)
-        job = Job(self.plan, spec.name, Path("unused"), compiled=spec.compiled)
+        facts = RunFacts(self.plan, spec.name)
+        job = Job(facts, Path("unused"), compiled=spec.compiled)
         self.engine = build_engine(job, self.grid, print)
 
     def step(self) -> Work:

@@ -100,7 +100,7 @@ def run_case(
     from launch.experiments.parity.gradients import save_first_gradients as after_step
     from launch.records import vocabulary
     from launch.records.admission import admit
-    from launch.records.facts import Ending, Entropies, SilentRecorder
+    from launch.records.facts import Ending, Entropies, RunFacts, SilentRecorder
     from launch.records.recorder import Recorder
     from launch.training.early_ends import Diverged
     from launch.training.job import Job
@@ -110,19 +110,17 @@ def run_case(
 
     directory.mkdir(exist_ok=True)
     plan = case_plan(recipe, case, machine)
-    job = Job(
-        plan,
-        case.name,
-        directory,
-        recipe,
-        compiled=case.compiled_from is not None,
-        after_step=after_step,
-    )
+    facts = RunFacts(plan, case.name, original=recipe)
+    compiled = case.compiled_from is not None
+    job = Job(facts, directory, compiled=compiled, after_step=after_step)
     corpus = build(recipe, say=lambda text: None)
     recorder = SilentRecorder()
     if rank() == 0:
         entropies = Entropies(corpus.uniform_entropy, corpus.unigram_entropy)
-        facts = replace(job.facts, data=corpus.summary, entropies=entropies)
+        machine_facts = description.describe()
+        facts = replace(
+            facts, machine=machine_facts, data=corpus.summary, entropies=entropies
+        )
         opened = admit(directory, facts, sys.argv)
         vocabulary.keep(opened.path, corpus.tokenizer)
         recorder = Recorder(opened, facts)

@@ -57,7 +57,8 @@ def run(args: argparse.Namespace) -> int:
     """Print the forecast and return exit code 0, whatever the verdict. Raises ProblemsError."""
     if args.fits:
         return _show_nodes(args)
-    recipe = catalog.load(args.recipe, args.set, tiny=args.tiny, steps=args.steps)
+    named = catalog.find(args.recipe)
+    recipe = named.changed(args.set, args.tiny, args.steps)
     node = hardware.node_for(recipe, args.hardware)
     nodes = args.nodes or 1
     if not (args.nodes or args.hardware):
@@ -67,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     found = placed.forecast
     if plan is None or found is None:
         raise ProblemsError(placed.problems)
-    name = catalog.full_name(args.recipe) + ("-tiny" if args.tiny else "")
+    name = named.name + ("-tiny" if args.tiny else "")
     sizes = recipe.sizes
     tokens = found.work.tokens_per_step
     steps = recipe.steps
@@ -92,11 +93,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _show_nodes(args: argparse.Namespace) -> int:
     """Print the nodes that carry a recipe and return exit code 0; 1: none does. Raises ProblemsError."""
-    name = catalog.full_name(args.fits, "--fits")
-    recipe = catalog.load(args.fits, args.set, tiny=args.tiny, steps=args.steps)
+    named = catalog.find(args.fits, "--fits")
+    recipe = named.changed(args.set, args.tiny, args.steps)
     names = [args.hardware] if args.hardware else hardware.names()
     nodes = [hardware.find(name) for name in names]
     count = args.nodes or 1
     found = carrying_nodes.carriers(recipe, args.ds_config, nodes, count)
-    print(carrying_nodes.page(recipe, name, found, count, terminal.columns()))
+    print(carrying_nodes.page(recipe, named.name, found, count, terminal.columns()))
     return 0 if any(each.fit.fits for each in found) else 1

@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         found = largest.largest(question)
         print(search_text.largest_page(question, found, terminal.columns()))
         return 0 if any(each.best for each in found) else 1
-    name = catalog.full_name(question.name) + "-tiny" * args.tiny
+    name = catalog.find(question.name).name + "-tiny" * args.tiny
     name += f" --model {args.model}" if args.model else ""
     ranking = candidates.search(question)
     page = search_text.page(question, ranking, name, args.top, terminal.columns())
@@ -96,7 +96,8 @@ def question_of(args: argparse.Namespace) -> SearchQuestion:
     name = args.recipe
     if args.model or (args.largest and name == catalog.DEFAULT_RECIPE):
         name = shapes.RECIPE
-    node = hardware.node_for(catalog.load(name), args.hardware)
+    named = catalog.find(name)
+    node = hardware.node_for(named.recipe, args.hardware)
     half = next((kind for kind in ("bf16", "fp16") if kind in node.gpu.tflops), "fp32")
     shape = shapes.SIZES[args.model].settings(half) if args.model else []
     recomputations: tuple[str | int, ...] = ("none", "full")
@@ -106,7 +107,7 @@ def question_of(args: argparse.Namespace) -> SearchQuestion:
         recomputations = ("full",)
     settings = {key_of(text): text for text in (*shape, *args.set)}
     overrides = [*OPEN, *settings.values()]
-    recipe = catalog.load(name, overrides, tiny=args.tiny, steps=args.steps)
+    recipe = named.changed(overrides, args.tiny, args.steps)
     if RECOMPUTATION in settings:
         recomputations = (recipe.activation_checkpointing,)
     return SearchQuestion(name, settings, recipe, node, args.nodes, recomputations)

@@ -174,7 +174,7 @@ def test_it_takes_the_place_of_a_recipes_own_text(tmp_path):
     path = tmp_path / "my text.txt"
     path.write_text("some words")
     for name in ("default/sotu", "openwebtext/gpt2-124m"):
-        data = catalog.load(name, laid=text_settings(str(path))).data
+        data = catalog.load(name, settings=text_settings(str(path))).data
         assert (data.source, data.name, data.blend, data.config) == ("text", str(path), (), None)
     args = ["--text", str(path), "--tokenizer", "gpt2", "--out", "x"]
     (origin,) = prepare_data.settings_of(prepare_data.build_parser().parse_args(args)).origins
@@ -225,7 +225,7 @@ def test_a_folder_is_walked_once_and_counted_meanwhile(tmp_path, monkeypatch):
     monkeypatch.setattr(listing.os, "walk", lambda *a, **b: listed.append(a) or walk(*a, **b))
     pattern = f"{tmp_path}/text/**/*.txt"
     text = text_settings(pattern, say=said.append)
-    recipe = catalog.load("default/sotu", ["model.vocab_size=300"], tiny=True, laid=text)
+    recipe = catalog.load("default/sotu", ["model.vocab_size=300"], tiny=True, settings=text)
     corpus.check_sources(recipe)
     plan = describe_text(recipe)
     assert "60 files of plain text, named train and validation," in plan

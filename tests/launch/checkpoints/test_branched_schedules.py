@@ -10,7 +10,7 @@ from launching import ROOT
 from launch.checkpoints.branching import BranchPoint
 from launch.records.recorded_run import RecordedRun
 from launch.training.schedule import learning_rate
-from recipes.catalog import dump, load
+from recipes.catalog import dump, find, load
 from recipes.problems import ProblemsError
 from recipes.schema import Recipe
 
@@ -27,7 +27,7 @@ def branch(tmp_path):
 
     def make(recipe: Recipe, step: int, settings: list[str], steps: int | None = None) -> Recipe:
         (tmp_path / "recipe.yaml").write_text(dump(recipe))
-        run = RecordedRun(tmp_path, recipe, recipe, "default/sotu", False, "zero1", None)
+        run = RecordedRun(tmp_path, find(tmp_path), recipe, "default/sotu", False, "zero1", None)
         return BranchPoint(run, step).recipe(settings, {}, steps)
 
     return make

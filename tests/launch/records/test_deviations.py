@@ -127,6 +127,6 @@ def test_pretrain_hands_over_the_recipe_before_tiny_and_set(monkeypatch):
     row = "dgx2_gpt2_data_parallel/40x1536-b8"
     asked = pretrain.build_parser().parse_args(["--recipe", row, "--tiny", "--set", "optimizer.lr=3e-4"])
     job = pretrain.checked_job(asked)
-    original, used = job.original, job.plan.recipe
+    original, used = job.facts.original, job.plan.recipe
     assert original == catalog.load(row) and used.optimizer.lr == 3e-4
     assert f"optimizer.lr: 0.0003, the recipe's is {original.optimizer.lr}" in said(used, original)

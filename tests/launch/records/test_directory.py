@@ -23,6 +23,7 @@ from launch.console.arguments import run_directory
 from launch.machine import description
 from launch.records.admission import admit
 from launch.records.directory import RunDirectory
+from launch.records.facts import RunFacts
 from launch.records.metrics import SaveRecord, read_metrics, to_line
 from launch.training.job import Job
 from launch.training.start import open_run_directory
@@ -110,7 +111,7 @@ def test_neither_steps_nor_checkpoints_are_overwritten_without_resume(tmp_path):
 def test_a_launch_forgets_the_errors_of_the_last_and_a_refused_one_does_not(tmp_path):
     add_steps(create(tmp_path, plan()))
     (tmp_path / "error-rank-3.txt").write_text("torch.OutOfMemoryError: CUDA out of memory.")
-    job = Job(plan(), "default/small", tmp_path, recipe())
+    job = Job(RunFacts(plan(), "default/small", original=recipe()), tmp_path)
     with pytest.raises(ValueError):
         open_run_directory(job)
     assert (tmp_path / "error-rank-3.txt").exists()

@@ -264,7 +264,7 @@ def test_what_is_not_there_is_named(arguments, capsys):
 
 def test_the_launch_line_fits_the_machine():
     def line(name: str) -> str:
-        return showing.launch_lines_of(name, catalog.load(name))[1]
+        return showing.launch_lines_of(name, catalog.find(name))[1]
 
     assert "--num_nodes 32 --num_gpus 16" in line("a100_blog_table1/3.9b")
     assert line("a100_blog_table4/8.7b").startswith("deepspeed --num_gpus 8 ")

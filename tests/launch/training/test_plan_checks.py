@@ -10,6 +10,7 @@ from launch.machine import checks, drivers
 from launch.machine.checks import Check
 from launch.machine.description import VisibleGpu
 from launch.ranks import processes
+from launch.records.facts import RunFacts
 from launch.training import plan_checks, start
 from launch.training.job import Job
 from recipes.layout import Layout
@@ -21,7 +22,7 @@ TINY = ["launch/pretrain.py", "--tiny", "--steps", "2", "--set", "precision=fp32
 
 @pytest.fixture
 def job(tmp_path):
-    return Job(plan(), "default/sotu", tmp_path / "run")
+    return Job(RunFacts(plan(), "default/sotu"), tmp_path / "run")
 
 
 @pytest.fixture

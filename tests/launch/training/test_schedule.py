@@ -183,7 +183,7 @@ def test_deepspeed_has_the_same(kind, shape, tmp_path):
         json.dumps({"optimizer": optimizer_section, "scheduler": {"type": kind, "params": params}})
     )
     taken = followed(catalog.load(), path, 1)
-    chosen = catalog.load(laid={each.key: each.value for each in taken})
+    chosen = catalog.load(settings={each.key: each.value for each in taken})
     for step in range(60):
         rate = optimizer.param_groups[0]["lr"]
         assert learning_rate(chosen, step) == pytest.approx(rate, rel=1e-12, abs=1e-18), step

@@ -99,7 +99,7 @@ def adopt(directory, out, *arguments, recipe=catalog.DEFAULT_RECIPE, script=("la
 def written(directory, root, *settings, **how):
     """Write the checkpoint of an adopted run; return its directory."""
     found, recipe = opened(directory, *settings, **how)
-    plan = found.noted(resolve(recipe, "zero1", 1, ANY_GPU), ["schedule.kind"], learning_rate)
+    plan = found.with_remarks(resolve(recipe, "zero1", 1, ANY_GPU), ["schedule.kind"], learning_rate)
     root.mkdir(parents=True, exist_ok=True)
     found.write(plan, root, "0")
     (root / "recipe.yaml").write_text(catalog.dump(recipe))
@@ -545,7 +545,7 @@ def test_steps_that_fp16_skipped_are_steps_without_updates(copied, tmp_path):
     assert held.data == {"position": 96}
     found, recipe = opened(copied)
     asked = []
-    found.noted(resolve(recipe, "zero1", 1, ANY_GPU), [], lambda _, done: asked.append(done) or 1e-3)
+    found.with_remarks(resolve(recipe, "zero1", 1, ANY_GPU), [], lambda _, done: asked.append(done) or 1e-3)
     assert asked == [6], "the next rate is that of the updates"
 
 

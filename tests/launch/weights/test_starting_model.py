@@ -75,13 +75,13 @@ def test_shape_positions_and_tokenizer_are_theirs_and_all_else_the_recipes(folde
     assert (model.layers, model.hidden, model.heads, model.vocab_size) == (1, 8, 2, SIZE)
     assert recipe.positions == recipe.sequence_length == POSITIONS
     assert recipe.data.tokenizer.kind == "file" and recipe.data.tokenizer.path == str(folder / name)
-    assert job.name == ("bert/sotu" if masked else "default/sotu")
-    own = catalog.load(job.name)
+    assert job.facts.name == ("bert/sotu" if masked else "default/sotu")
+    own = catalog.load(job.facts.name)
     assert (recipe.optimizer, recipe.schedule, recipe.batch) == (own.optimizer, own.schedule, own.batch)
     assert model.layer_norm == ("post" if name in ("bert", "masked") else "pre")
     assert model.sentence_head == {"bert": "sop", "megatron": "sop"}.get(name, "none")
     said = str([notice for notice in job.plan.notices if notice.key == "init_from"][-1])
-    assert f"theirs are weights, shape, positions, tokenizer; all else is of {job.name}" in said
+    assert f"theirs are weights, shape, positions, tokenizer; all else is of {job.facts.name}" in said
 
 
 def test_samples_may_be_shorter_than_their_positions(folder):

@@ -107,7 +107,7 @@ def test_an_exported_run_is_adopted_with_its_recipe(tmp_path):
     for section in same:
         assert getattr(again, section) == getattr(recipe, section), section
     assert again.sizes_in_data.samples(STEP) == recipe.sizes.samples(STEP)
-    plan = adopts.noted(resolve(again, "zero1", 1, ANY_GPU), [], learning_rate)
+    plan = adopts.with_remarks(resolve(again, "zero1", 1, ANY_GPU), [], learning_rate)
     (tmp_path / "again").mkdir()
     adopts.write(plan, tmp_path / "again", "0")
     tensors = model_tensors(recipe)
