@@ -44,7 +44,7 @@ def tensors():
 def adopted(directory, root, *settings, stated=()):
     found = Adoption(str(directory), stated=stated, named="default/sotu", data_from="next")
     recipe = found.begun([*SAID, *settings], {}, None)
-    plan = found.noted(resolve(recipe, "zero1", 1, ANY_GPU), [], learning_rate)
+    plan = found.with_remarks(resolve(recipe, "zero1", 1, ANY_GPU), [], learning_rate)
     root.mkdir(exist_ok=True)
     found.write(plan, root, "0")
     return recipe, run_checkpoints.directory_of(root, 6)
