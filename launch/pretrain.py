@@ -73,7 +73,7 @@ examples:
       plain text, compressed or not
   python launch/pretrain.py --init_from my_gpt2 --text my.jsonl
       go on from weights of transformers, Megatron or a run: shape, positions
-      and vocabulary are theirs
+      and vocabulary are theirs, and the learning rate is that of given weights
   python launch/pretrain.py --adopt my_trainer/checkpoint-500 --out runs/mine
       go on from a DeepSpeed run of transformers' GPT-2 or BERT, with moments,
       step and schedule; says what its files do not, and shows a whole line
@@ -94,6 +94,8 @@ examples:
       --set parallel.tp=2 --ds_config zero3
       continue a run with its own recipe, --set's and JSON, here under another
       layout; --resume --out RUN is enough where nothing changes
+  python launch/pretrain.py --resume --out runs/try1 --ds_config zero2 --plan
+      what a resume changes, before it does
   python launch/pretrain.py --recipe runs/try1 --out runs/try2
       a new run of the recipe and JSON of another run
   python launch/pretrain.py --branch runs/stable@1000 --out runs/cooled-1000 \\
@@ -265,7 +267,8 @@ def recipe_of(
     """Return the recipe of the run, with what is given and --set over it. Raises ProblemsError."""
     settings = text_of(args)
     if args.init_from is not None and beginning.weights:
-        settings |= beginning.weights.settings(args.set)
+        weights = beginning.weights
+        settings |= weights.settings(args.set) | weights.rate(args.set)
     if followed:
         settings |= followed.settings
     if beginning.branch_point:

@@ -102,16 +102,7 @@ def _admit_locked(
         shutil.rmtree(directory.tokenizer, ignore_errors=True)
         first = f"a first start: {directory.path} holds nothing to resume yet"
         return False, (first,) if resume else ()
-    saved = directory.plan()
-    refused = changes(saved.recipe, plan.recipe, KEPT_BY_RESUME)
-    if refused:
-        differ = "".join(f"\n  {key}: {old} -> {new}" for key, old, new in refused)
-        raise ValueError(
-            f"{directory.path} holds a run of another recipe, and a run is never overwritten: name another "
-            "directory with --out, or give these keys the values that are there (--steps N trains longer and "
-            "keeps the schedule; --init_from starts another run from its weights). They differ in (there -> "
-            f"now):{differ}"
-        )
+    saved = _plan_of_same_recipe(directory, plan)
     if not resume:
         raise ValueError(
             f"{directory.path} already holds steps of this recipe, and a run is never overwritten: train "
@@ -125,12 +116,45 @@ def _admit_locked(
     done = newest
     if steps:
         done = max(newest, steps[-1].step)
+    _refuse_cut(directory, plan, done)
+    return True, _notices_of_changes(saved, plan)
+
+
+def foresee(path: Path, plan: Plan, newest: int | None) -> tuple[str, ...]:
+    """Return what a resume of the run would change, and change nothing. Raises ValueError: it is refused.
+
+    `newest`: steps of its newest whole checkpoint.
+    """
+    directory = RunDirectory(path)
+    if newest is None or not directory.recipe_yaml.exists():
+        return (f"{path} holds no checkpoint to resume",)
+    saved = _plan_of_same_recipe(directory, plan)
+    _refuse_cut(directory, plan, newest)
+    goes_on = f"resumes {path} after step {newest}"
+    return (goes_on, *_notices_of_changes(saved, plan))
+
+
+def _plan_of_same_recipe(directory: RunDirectory, plan: Plan) -> Plan:
+    """Read the run's plan. Raises ValueError where it trains another recipe."""
+    saved = directory.plan()
+    refused = changes(saved.recipe, plan.recipe, KEPT_BY_RESUME)
+    if refused:
+        differ = "".join(f"\n  {key}: {old} -> {new}" for key, old, new in refused)
+        raise ValueError(
+            f"{directory.path} holds a run of another recipe, and a run is never overwritten: name another "
+            "directory with --out, or give these keys the values that are there (--steps N trains longer and "
+            "keeps the schedule; --init_from starts another run from its weights). They differ in (there -> "
+            f"now):{differ}"
+        )
+    return saved
+
+
+def _refuse_cut(directory: RunDirectory, plan: Plan, done: int) -> None:
     if plan.recipe.steps < done:
         raise ValueError(
             f"--steps {plan.recipe.steps}: {directory.path} has {counted(done, 'step')} done, and a run is "
             f"never cut back: give --steps {done} or more, or start another run with --out"
         )
-    return True, _notices_of_changes(saved, plan)
 
 
 def _refuse_another_engine(path: Path, saved: Plan, plan: Plan) -> None:

@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_configs.findings import lookup
+from ds_configs.findings import Notice, lookup
 from ds_configs.plan import Machine, Plan
-from launch.checkpoints.run_checkpoints import CheckpointChoice, first_whole
+from launch.checkpoints.run_checkpoints import CheckpointChoice, first_whole, found
 from launch.console import arguments, terminal
 from launch.machine import checks, description
 from launch.ranks import ending, joining, launch_environment, processes
@@ -46,11 +46,7 @@ if TYPE_CHECKING:
     from modeling.parallel.process_grid import ProcessGrid
 
 RUN_RULES = (
-    (
-        "--plan",
-        "--resume, --deterministic",
-        "a plan reads no run, and computes nothing",
-    ),
+    ("--plan", "--deterministic", "a plan computes nothing"),
     (
         "--processes",
         "+--plan",
@@ -229,8 +225,11 @@ def job_of(
     if missing is not None:
         say_on_rank_0(missing)
     compiled = compiles(args.compile, plan, machine)
+    if args.plan and args.resume:
+        plan = with_resume(plan, directory)
     facts = replace(
         facts,
+        plan=plan,
         machine=description.describe() if processes.rank() == 0 else {},
         emulated_fp16=machine.emulated_fp16,
         initial_weights=weights.record() if weights else None,
@@ -239,6 +238,16 @@ def job_of(
     return Job(
         facts, directory, resume=args.resume, compiled=compiled, initial_weights=weights
     )
+
+
+def with_resume(plan: Plan, directory: Path) -> Plan:
+    """Add notices of what a resume would change; nothing is changed. Raises ValueError: it is refused."""
+    from launch.records.admission import foresee
+
+    whole, _ = first_whole(found(directory / "checkpoints"))
+    said = foresee(directory, plan, whole.step if whole else None)
+    notices = [Notice("resume", text) for text in said]
+    return replace(plan, notices=(*notices, *plan.notices))
 
 
 def open_run_directory(job: Job) -> RunDirectory | None:

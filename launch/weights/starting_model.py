@@ -15,10 +15,14 @@ from launch.weights.foreign_weights import KEY, RunWeights
 from launch.weights.initial_weights import TOKENIZERS, GivenModel, InitialWeights
 from recipes import catalog
 from recipes.families import PUBLISHED_VOCABULARIES, TRAINED
+from recipes.key_paths import is_part, key_of
 from recipes.problems import Problem
 from recipes.schema import Recipe
 
 INSIST = "--new_vocabulary"
+# `TrainingArguments.learning_rate` of transformers 5, with which its run_clm.py and run_mlm.py go on from given
+# weights; their linear schedule ends at 0.
+GIVEN_RATE = 5e-5
 NAME_IT = (
     "name theirs with --set data.tokenizer.kind=file --set data.tokenizer.path=DIR"
 )
@@ -70,6 +74,18 @@ class StartingModel(InitialWeights):
     def named_recipe(self) -> catalog.NamedRecipe:
         """That recipe. Raises RecipeError."""
         return catalog.find(self.recipe_name)
+
+    def rate(self, texts: Sequence[str]) -> dict[str, Any]:
+        """Return the settings of the rate of given weights; {}: the user says a recipe or a rate.
+
+        `texts`: of --set.
+        """
+        keys = [*map(key_of, texts)]
+        if self.recipe is not None or any(
+            is_part(key, ("optimizer", "schedule")) for key in keys
+        ):
+            return {}
+        return {"optimizer.lr": GIVEN_RATE, "schedule.min_lr": 0.0}
 
     def settings(self, texts: Sequence[str]) -> dict[str, Any]:
         """Return the keys of a recipe that the weights decide, and their values; `texts`: of --set.
@@ -141,8 +157,18 @@ class StartingModel(InitialWeights):
             said.append(f"the vocabulary is {settings.kind}")
         if self.insists:
             said.append(f"the loss starts high, since they know another one ({INSIST})")
+        said.append(self._rate_of(recipe))
         taken = "; ".join([f"theirs are weights{', '.join(['', *theirs])}", *said])
         return (*notices, Notice("init_from", f"initial weights: {taken}"))
+
+    def _rate_of(self, recipe: Recipe) -> str:
+        """Say the learning rate, and whose it is."""
+        rate = recipe.optimizer.lr
+        if rate == GIVEN_RATE:
+            return f"optimizer.lr={rate:g}, the default for given weights, falls to {recipe.schedule.min_lr:g}"
+        own = rate == self.named_recipe.recipe.optimizer.lr
+        whose = f"of {self.recipe_name}, " if own else ""
+        return f"optimizer.lr={rate:g} is {whose}{rate / GIVEN_RATE:g} times the default for given weights"
 
     def _vocabulary_problems(self, recipe: Recipe) -> Iterator[Problem]:
         kind = recipe.data.tokenizer.kind

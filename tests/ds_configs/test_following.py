@@ -383,7 +383,9 @@ def test_a_plan_tells_what_a_start_refuses_for_want_of_steps(path):
     file = path(schedule("WarmupLR", warmup_max_lr=1e-3))
     taken = FollowedJson.read(str(file), catalog.load(), 1)
     plan = resolve(catalog.load(settings=taken.settings, trained=False), file, 1, ANY_GPU)
-    asked = [notice.text for notice in taken.with_remarks(plan, on_paper=True).notices if notice.key == "steps"]
+    asked = [
+        notice.text for notice in taken.with_remarks(plan, on_paper=True).notices if notice.key == "steps"
+    ]
     (text,) = asked
     assert text.startswith("a start is refused: steps=300") and "--set steps=1000" in text
     assert not [notice for notice in taken.with_remarks(plan).notices if notice.key == "steps"]

@@ -292,7 +292,6 @@ def test_an_empty_value_and_a_second_one_are_refused(name, capsys):
 # Command lines of which one flag would be ignored -> what is said of it.
 APART = {
     "pretrain --list --tiny": "--list with --tiny",
-    "pretrain --plan --resume": "--plan with --resume",
     "pretrain --plan --deterministic": "--plan with --deterministic",
     "pretrain --processes 2": "--processes without --plan",
     "pretrain --plan --ds_config zero1 --set ds_config=zero2": "--ds_config with --set ds_config",

@@ -93,6 +93,22 @@ def test_what_is_given_to_a_resumed_run_is_laid_over_its_own(runs):
     assert other.returncode == 2 and "optimizer.lr: 0.0005 -> 0.001" in other.stdout, other.stdout[-2000:]
 
 
+def test_a_plan_says_what_a_resume_would_change_and_changes_nothing(runs, tmp_path):
+    there = RunDirectory(runs / "stable")
+    before = sorted((path, path.stat().st_mtime_ns) for path in there.path.rglob("*"))
+    words = ["--resume", "--out", there.path, "--ds_config", "zero2", "--set", "parallel.tp=2"]
+    notices = [notice.text for notice in planned("--plan", *words).plan.notices]
+    assert {"resumed with layout.tp: 1 -> 2", "resumed with zero_stage: 1 -> 2"} <= {*notices}
+    assert notices[0] == f"resumes {there.path} after step 8"
+    with pytest.raises(ValueError, match="has 8 steps done"):
+        planned("--plan", *words[:3], "--steps", 7)
+    with pytest.raises(ValueError, match="optimizer.lr: 0.0005 -> 0.001"):
+        planned("--plan", *words[:3], "--set", "optimizer.lr=1e-3")
+    assert before == sorted((path, path.stat().st_mtime_ns) for path in there.path.rglob("*"))
+    none = planned("--plan", "--resume", "--out", tmp_path / "none").plan
+    assert "holds no checkpoint to resume" in str(none.notices)
+
+
 def test_a_recipe_given_to_a_resumed_run_is_compared_as_a_whole(runs):
     job = planned("--resume", "--out", runs / "stable", "--recipe", "bert/sotu", "--tiny")
     assert job.plan.recipe.model.family == "bert"

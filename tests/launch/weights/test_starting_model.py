@@ -77,11 +77,41 @@ def test_shape_positions_and_tokenizer_are_theirs_and_all_else_the_recipes(folde
     assert recipe.data.tokenizer.kind == "file" and recipe.data.tokenizer.path == str(folder / name)
     assert job.facts.name == ("bert/sotu" if masked else "default/sotu")
     own = catalog.load(job.facts.name)
-    assert (recipe.optimizer, recipe.schedule, recipe.batch) == (own.optimizer, own.schedule, own.batch)
+    given_rate = own.optimizer.model_copy(update={"lr": 5e-5})
+    to_zero = own.schedule.model_copy(update={"min_lr": 0.0})
+    assert (recipe.optimizer, recipe.schedule, recipe.batch) == (given_rate, to_zero, own.batch)
     assert model.layer_norm == ("post" if name in ("bert", "masked") else "pre")
     assert model.sentence_head == {"bert": "sop", "megatron": "sop"}.get(name, "none")
     said = str([notice for notice in job.plan.notices if notice.key == "init_from"][-1])
     assert f"theirs are weights, shape, positions, tokenizer; all else is of {job.facts.name}" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "rate", "least", "said"),
+    [
+        ("", 5e-5, 0.0, "optimizer.lr=5e-05, the default for given weights, falls to 0"),
+        (
+            "--set optimizer.lr=2e-4",
+            2e-4,
+            1e-4,
+            "optimizer.lr=0.0002 is 4 times the default for given weights",
+        ),
+        ("--set schedule.min_lr=1e-5", 1e-3, 1e-5, "optimizer.lr=0.001 is of default/sotu, 20 times the"),
+        ("--recipe mine.yaml/row", 2e-3, 1e-4, "row, 40 times the default for given weights"),
+    ],
+)
+def test_given_weights_have_a_rate_of_their_own_and_what_is_said_of_it_stands(
+    folder, words, rate, least, said
+):
+    shape = f"{{layers: 1, hidden: 8, heads: 2, vocab_size: {SIZE}, positions: {POSITIONS}}}"
+    row = f"model: {shape}, sequence_length: 32, batch: {{global: 8}}, steps: 300, optimizer: {{lr: 2e-3}}"
+    schedule = "schedule: {kind: cosine, warmup_steps: 20, min_lr: 1e-4}, ds_config: zero0"
+    table = f"title: mine\nrows:\n  row: {{title: mine, {row}, {schedule}}}\n"
+    (folder / "mine.yaml").write_text(table)
+    words = words.replace("mine.yaml", str(folder / "mine.yaml"))
+    plan = planned(folder, "gpt2", *words.split()).plan
+    assert (plan.recipe.optimizer.lr, plan.recipe.schedule.min_lr) == (rate, least)
+    assert said in str(plan.notices)
 
 
 def test_samples_may_be_shorter_than_their_positions(folder):
