@@ -81,10 +81,11 @@ def put(config: dict[str, Any], dotted: str, value: Any) -> None:
 
 @dataclass(frozen=True)
 class Notice:
-    """A difference from recipe or JSON, and its reason; `key` is e.g. "precision"."""
+    """A remark on a plan; `key` is e.g. "precision". `differs`: from recipe or JSON, else all is as asked."""
 
     key: str
     text: str
+    differs: bool = True
 
     def __str__(self) -> str:
         return self.text

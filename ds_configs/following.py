@@ -43,6 +43,7 @@ _WARMUP = {
 }
 _RATES = {"warmup_min_lr": ("schedule.min_lr", 0.0), **_WARMUP}
 END = "total_num_steps"
+IDLE = "without effect"
 _END = {END: ("schedule.decay_steps", None)}
 # DeepSpeed's schedules: the parameters of each, the recipe's key, the default (None: the optimizer's, or none)
 SCHEDULES: dict[str, dict[str, tuple[str, Any]]] = {
@@ -336,14 +337,15 @@ def notices(
             if each.left_open:
                 source = f"{where} leaves {each.source} to the recipe"
             value = f"{plain(each.value)}{f', was {plain(was)}' * differs}"
-            yield Notice("follow", f"follow: {each.key}={value} ({source})")
+            said = f"follow: {each.key}={value} ({source})"
+            yield Notice("follow", said, differs)
     unchanged = {each.source for each in taken}
     found: dict[str, list[str]] = {}
     for key, value in flatten(written):
         passed = lookup(plan.ds, key)
         if key in told or key.startswith(("parallel.", "bfloat16.")):
             continue
-        what = "without effect"
+        what = IDLE
         word = key
         if key in unchanged:
             what = "as the recipe has it"
@@ -353,4 +355,5 @@ def notices(
             word = f"{key}={plain(passed)}"
         found.setdefault(what, []).append(word)
     for what, words in found.items():
-        yield Notice("follow", f"follow: {what}: {', '.join(words)}")
+        said = f"follow: {what}: {', '.join(words)}"
+        yield Notice("follow", said, what == IDLE)

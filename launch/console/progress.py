@@ -48,7 +48,7 @@ class Bar(Silent):
             file=stream, bar_format="{desc}", dynamic_ncols=True, position=0
         )
         how = {"file": stream, "dynamic_ncols": True, "position": 1}
-        how["bar_format"] = "{desc} {bar} {elapsed} done, {remaining} left"
+        how["bar_format"] = "{desc} {bar} {elapsed} done"
         self._bar = tqdm(
             total=samples(total_steps),
             initial=samples(start_step),
@@ -65,6 +65,8 @@ class Bar(Silent):
             fitting(fields, terminal.columns(self._stream)), refresh=False
         )
         self._bar.set_description_str(f"step {step}/{self._total_steps}", refresh=False)
+        # not before there is a rate
+        self._bar.bar_format = "{desc} {bar} {elapsed} done, {remaining} left"
         # Redraw both or none, at tqdm's pace; the last step always.
         if (
             self._bar.update(self._samples(step) - self._bar.n)

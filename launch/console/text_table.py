@@ -47,6 +47,13 @@ def short(value: float | None) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
+def flops(tflops: float | None) -> str:
+    """Write a rate of 1e12 operations a second as "36.2 TFLOPS", below 1 as "12.3 GFLOPS"; "-" for None."""
+    if tflops is None:
+        return NOTHING
+    return f"{tflops:.4g} TFLOPS" if tflops >= 1 else f"{1e3 * tflops:.4g} GFLOPS"
+
+
 def loss(value: float | None) -> str:
     """Write nats with four decimals, since four digits would not tell two runs apart."""
     return NOTHING if value is None else f"{value:.4f}"

@@ -150,6 +150,8 @@ class RunFacts:
     # their directory, and what was said of them
     initial_weights: Mapping[str, Any] | None = None
     recipe_of: Path | None = None  # the run whose recipe was taken
+    # of computing, by rough rates of cores and GPUs; None: not estimated
+    seconds: float | None = None
 
     @property
     def hardware(self) -> str:

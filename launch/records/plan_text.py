@@ -32,6 +32,7 @@ class Surroundings:
     recipe_of: Path | None = None  # the run whose recipe was taken
     # processes of this launch; None: not to be compared with the plan
     started: int | None = None
+    seconds: float | None = None  # of computing; None: not estimated
     # of a process in words; None: its model states are counted
     memory: str | None = None
 
@@ -74,7 +75,11 @@ def describe_plan(
     first = recipe.begins_after
     samples = recipe.sizes.samples(recipe.steps) - recipe.sizes.samples(first)
     read = samples * model.sequences * length
-    tokens = f"{counted(recipe.steps - first, 'step')} = {read:,} tokens"
+    length_of_run = f"{counted(recipe.steps - first, 'step')}, {read:,} tokens"
+    if surroundings.data:
+        length_of_run += f", {describe_epochs(recipe, surroundings.data)}"
+    if surroundings.seconds is not None:
+        length_of_run += f"; {about(surroundings.seconds)} by rough rates"
     ramp = recipe.batch.rampup
     grown = recipe.sizes.stretches[-1][0] + 1
     growth = (
@@ -99,7 +104,8 @@ def describe_plan(
         ("memory", surroundings.memory or describe_states(plan)),
         ("recomputed", recomputed.get(recipe.checkpoint_interval, chunks)),
         ("optimizer", f"{OPTIMIZERS[o.name]}, {rule}"),
-        ("schedule", f"{describe_schedule(recipe)}; {tokens}"),
+        ("schedule", describe_schedule(recipe)),
+        ("training", length_of_run),
         *(
             [("data", describe_data(plan, surroundings.data))]
             if surroundings.data
@@ -115,8 +121,10 @@ def describe_plan(
     ]
     page = Page(width)
     page.facts(*lines)
+    page.text(*(str(each) for each in plan.notices if not each.differs), hang=2)
     for notice in plan.notices:
-        page.notes([notice])
+        if notice.differs:
+            page.notes([notice])
     return str(page)
 
 
@@ -181,13 +189,28 @@ def describe_data(plan: Plan, data: Mapping[str, Any]) -> str:
     tokens = (
         f"{data['train_tokens']:,} training tokens, " if "train_tokens" in data else ""
     )
-    samples = plan.recipe.sizes_in_data.samples(plan.recipe.steps)
-    epoch = data.get("samples_per_epoch")
-    seen = f"{samples / epoch:.2f} epochs" if epoch else "streamed"
+    read = "" if data.get("samples_per_epoch") else "streamed; "
     held_out = f"{counted(data['validation_samples'], 'validation sample')} of held-out documents"
     if "held_out" in data:
         held_out = f"{counted(data['validation_samples'], 'validation sample')}; {data['held_out']}"
-    return f"{data['source']}, {tokens}{seen}; {held_out}"
+    return f"{data['source']}, {tokens}{read}{held_out}"
+
+
+def describe_epochs(recipe: Recipe, data: Mapping[str, Any]) -> str:
+    """Name the share of the text that the run reads; "streamed" where its size is not known."""
+    epoch = data.get("samples_per_epoch")
+    if not epoch:
+        return "streamed"
+    share = recipe.sizes_in_data.samples(recipe.steps) / epoch
+    return f"{share:.2f} epochs" if share >= 0.01 else "less than 0.01 epochs"
+
+
+def about(seconds: float) -> str:
+    """Write a rough time in the largest unit that it has one of."""
+    for unit, size in (("day", 86400), ("hour", 3600), ("minute", 60)):
+        if seconds >= size:
+            return f"about {counted(round(seconds / size), unit)}"
+    return "less than a minute"
 
 
 def describe_attention(model: Model, band_kernel: str | None) -> list[tuple[str, str]]:

@@ -20,7 +20,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from launch.console import terminal
 from launch.console.progress import Silent, screen
-from launch.console.text_table import short
+from launch.console.text_table import flops, short
 from launch.machine import description
 from launch.machine.memory import peak_cached_bytes, peak_memory
 from launch.ranks.joining import StartClock
@@ -313,6 +313,7 @@ class Recorder(SilentRecorder):
             self.directory.path,
             run.data,
             recipe_of=run.recipe_of,
+            seconds=run.seconds,
         )
         text = describe_plan(
             run.plan, run.name, surroundings, terminal.columns(self._stream)
@@ -446,7 +447,7 @@ def shown_fields(
         "scale": f"scale {short(record.loss_scale)}" if scale else "",
         "samples": f"{short(record.samples_per_s)} samples/s",
         "tokens": f"{short(record.tokens_per_s)} tokens/s",
-        "tflops": f"{record.exact_tflops:.3g} TFLOPS",
+        "tflops": flops(record.exact_tflops),
     }
     return {name: text for name, text in shown.items() if text}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from launch.console.text_table import Page, number
+from launch.console.text_table import Page, flops, number
 from launch.records.result import OURS, TFLOPS_BY, HeldOutLoss, Result, TrainingLoss
 from recipes.problems import amount
 
@@ -44,9 +44,15 @@ def _lines(result: Result) -> list[tuple[str, str]]:
         peak = f"{amount(memory.peak_bytes)} ({memory.kind})"
     samples = _number(speed.samples_per_s, " samples/s")
     tokens = _number(speed.tokens_per_s, " tokens/s")
-    formula = _number(speed.tflops)
-    exact = _number(speed.exact_tflops)
-    lines = [
+    formula = NOT_MEASURED
+    if speed.tflops is not None:
+        exact = flops(speed.exact_tflops)
+        formula = (
+            f"{flops(speed.tflops)} by the published formula, {exact} by exact count"
+        )
+    lines = [*_losses(result)]
+    lines += [(f"score on {each.split}", str(each)) for each in result.task_scores]
+    lines += [
         ("recipe", f"{result.recipe}: {result.title}"),
         ("status", result.status + (f": {result.reason}" if result.reason else "")),
         ("run with", f"{result.ds_config}: {degrees}, {how}"),
@@ -58,12 +64,6 @@ def _lines(result: Result) -> list[tuple[str, str]]:
         ("hardware", str(result.hardware)),
         ("parameters", number(result.parameters)),
         ("steps", f"{result.steps:,}{skipped}"),
-        *_losses(result),
-    ]
-    lines += [(f"score on {each.split}", str(each)) for each in result.task_scores]
-    return [
-        *lines,
-        *([("start", str(result.start))] if result.start else []),
         (
             "time per step",
             _number(speed.seconds_per_step, f" s ({speed.measured_over})"),
@@ -73,12 +73,12 @@ def _lines(result: Result) -> list[tuple[str, str]]:
             NOT_MEASURED if waited is None else f"{100 * waited:.2f} % of the time",
         ),
         ("throughput", f"{samples}, {tokens}"),
-        (
-            "TFLOPS per GPU",
-            f"{formula} by the published formula, {exact} by exact count",
-        ),
+        ("compute rate", formula),
         ("peak memory", peak),
     ]
+    if result.start:
+        lines.append(("start", str(result.start)))
+    return lines
 
 
 def _last(steps: int) -> str:
@@ -114,7 +114,6 @@ def _losses(result: Result) -> Iterator[tuple[str, str]]:
     losses = result.losses
     validation = losses.validation or HeldOutLoss()
     over = f"{_last(losses.training.steps)}, {result.figures[0].unit}"
-    yield from _split(result, "training", losses.training, over)
     references = [
         f"{kind} {entropy:.4f}"
         for kind, entropy in vars(result.entropies).items()
@@ -122,6 +121,7 @@ def _losses(result: Result) -> Iterator[tuple[str, str]]:
     ]
     after = ", ".join([f"after step {validation.step}", *references])
     yield from _split(result, "validation", validation, after)
+    yield from _split(result, "training", losses.training, over)
     if losses.test:
         documents = "held-out test documents, after the last step"
         yield from _split(result, "test", losses.test, documents)

@@ -275,6 +275,7 @@ def eager_seconds(plan: Plan, machine: Machine) -> float:
     recipe = plan.recipe
     layout = plan.layout
     samples = recipe.sizes.samples(recipe.steps)
+    samples -= recipe.sizes.samples(recipe.begins_after)
     operations = cost.operations_of(recipe, samples, plan.padded_vocab)
     if machine.device.own_memory:
         return operations / (GPU[plan.precision] * layout.world)

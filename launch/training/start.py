@@ -28,6 +28,7 @@ from launch.training.job import (
     Job,
     assumed_machine,
     compiles,
+    eager_seconds,
     explain_missing_compiler,
     plan_job,
 )
@@ -233,6 +234,7 @@ def job_of(
         machine=description.describe() if processes.rank() == 0 else {},
         emulated_fp16=machine.emulated_fp16,
         initial_weights=weights.record() if weights else None,
+        seconds=eager_seconds(plan, machine) if plan.recipe.task is None else None,
         recipe_of=None if facts.recipe_of == directory else facts.recipe_of,
     )
     return Job(
@@ -246,7 +248,8 @@ def with_resume(plan: Plan, directory: Path) -> Plan:
 
     whole, _ = first_whole(found(directory / "checkpoints"))
     said = foresee(directory, plan, whole.step if whole else None)
-    notices = [Notice("resume", text) for text in said]
+    notices = [Notice("resume", said[0], differs=False)]
+    notices += [Notice("resume", text) for text in said[1:]]
     return replace(plan, notices=(*notices, *plan.notices))
 
 
@@ -322,6 +325,7 @@ def show_plan(job: Job, found: list[checks.Check]) -> None:
             recipe_of=job.facts.recipe_of,
             started=processes.world_size(),
             text=text,
+            seconds=job.facts.seconds,
         )
         columns = terminal.columns()
         print(describe_plan(job.plan, job.facts.name, surroundings, columns))

@@ -159,7 +159,10 @@ class StartingModel(InitialWeights):
             said.append(f"the loss starts high, since they know another one ({INSIST})")
         said.append(self._rate_of(recipe))
         taken = "; ".join([f"theirs are weights{', '.join(['', *theirs])}", *said])
-        return (*notices, Notice("init_from", f"initial weights: {taken}"))
+        return (
+            *notices,
+            Notice("init_from", f"initial weights: {taken}", differs=False),
+        )
 
     def _rate_of(self, recipe: Recipe) -> str:
         """Say the learning rate, and whose it is."""

@@ -80,7 +80,7 @@ def test_the_directory_explains_the_run(tmp_path):
     assert json.loads(run.ds_config_json.read_text())["zero_optimization"] == {"stage": 1}
     (launch,) = run.launches()
     assert launch.command == ("pretrain.py", "--steps", "3") and not launch.tiny
-    notice = {"key": "precision", "text": "bf16 -> fp32: no bf16 here"}
+    notice = {"key": "precision", "text": "bf16 -> fp32: no bf16 here", "differs": True}
     assert launch.plan["layout"]["dp"] == 1 and launch.plan["notices"] == [notice]
     (entry,) = json.loads(run.environment_json.read_text())["launches"]
     assert entry["versions"]["torch"] and entry["cores"] >= 1 and entry["host"] and entry["tiny"] is False
