@@ -177,7 +177,8 @@ def counted(number: int, thing: str) -> str:
 def amount(size: float) -> str:
     """Write bytes as "3.73 GB", fewer as "37.3 MB", and more as "1.54 TB"."""
     if size >= 9.995e11:
-        return f"{size / 1e12:.3g} TB"
+        terabytes = size / 1e12
+        return f"{terabytes:,.0f} TB" if terabytes >= 999.5 else f"{terabytes:.3g} TB"
     if size >= 1e8:
         return f"{size / 1e9:.3g} GB"
     return f"{size / 1e6:.3g} MB"

@@ -97,7 +97,7 @@ def test_the_plan_counts_what_is_read():
         resolve(ramped(more=["schedule.counts=samples"]), "zero1", 1, MACHINE, {}), "x", Surroundings("a CPU")
     )
     assert "2 micro x 4 accumulation x 1 dp = 8 global from step 10 on, 4 at first, by 2 more" in text
-    assert f"300 steps = {(5 * 4 + 4 * 6 + 291 * 8) * 256:,} tokens" in " ".join(text.split())
+    assert f"300 steps, {(5 * 4 + 4 * 6 + 291 * 8) * 256:,} tokens" in " ".join(text.split())
     assert "cosine by samples, 20 warm-up steps" in text
 
 
