@@ -45,7 +45,8 @@ def build_parser() -> argparse.ArgumentParser:
 def main() -> int:
     """Run the subcommand; the exit code."""
     args = build_parser().parse_args()
-    return args.run(args)
+    code: int = args.run(args)
+    return code
 
 
 if __name__ == "__main__":

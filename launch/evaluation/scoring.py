@@ -134,7 +134,7 @@ class Seen:
     log_likelihood: float = 0.0
 
 
-class ScoredModel(HFLM):
+class ScoredModel(HFLM):  # type: ignore[misc]  # lm-eval has no types
     """lm-eval's model of `transformers` on a run's weights, which reads texts as its training did.
 
     Attributes:
@@ -217,14 +217,16 @@ class ScoredModel(HFLM):
             lengths.append(min(length, self.max_length + 1))
             contexts.append(lengths[-1] - len(after))
         self._kept = max(lengths) - min(contexts)
-        found = super()._loglikelihood_tokens(requests, disable_tqdm, **more)
-        total = math.fsum(likelihood for likelihood, _right in found)
+        answers: list[tuple[float, bool]] = super()._loglikelihood_tokens(
+            requests, disable_tqdm, **more
+        )
+        total = math.fsum(likelihood for likelihood, _right in answers)
         if not math.isfinite(total):
             precision = self._job.precision
             fix = "" if precision == "fp32" else "; --precision fp32 has more room"
             raise ending.Failed(f"a loss is no number in {precision}{fix}")
         self.seen.log_likelihood += total
-        return found
+        return answers
 
     @torch.no_grad()
     def _model_call(self, inps: Tensor, **_: Any) -> Tensor:
@@ -232,7 +234,7 @@ class ScoredModel(HFLM):
         if self._job.model.recipe.data.borders:
             seen = self._within_documents(inps)
         kept = dict(use_cache=False, logits_to_keep=self._kept)
-        logits = self.model(inps, **kept, **seen).logits
+        logits: Tensor = self.model(inps, **kept, **seen).logits
         logits[..., self._never] = -math.inf
         return logits
 

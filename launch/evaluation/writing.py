@@ -22,7 +22,7 @@ from launch.ranks import ending
 from modeling.generation import Decoding, EndReason, continued, fill_masks
 from recipes import files
 from recipes.families import FAMILIES
-from recipes.problems import MOST, Problem
+from recipes.problems import MOST, Problem, visible
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class ScreenStream(TextStreamer):
     """A growing text in the terminal, word by word, where it cannot act on it."""
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        print(terminal.visible(text), end="\n" * stream_end, flush=True)
+        print(visible(text), end="\n" * stream_end, flush=True)
 
 
 def run(job: WritingJob) -> None:
@@ -208,6 +208,6 @@ def show(written: WrittenText, *, headed: bool) -> None:
     """Print one text, under a heading with its prompt and the reason for its end if it is `headed`."""
     if headed:
         which = f", sample {written.sample + 1}, ended by {written.ended}"
-        prompt = terminal.visible(written.prompt[:40])
+        prompt = visible(written.prompt[:40])
         print(f"--- {prompt}{which * (written.ended is not None)}")
-    print(terminal.visible(written.text), flush=True)
+    print(visible(written.text), flush=True)

@@ -140,7 +140,8 @@ class Meeting:
         if rank() == 0:
             self._tell(name, value)
             return value
-        return self._hear([(name, 0)], TIMEOUT)[1]
+        told: T = self._hear([(name, 0)], TIMEOUT)[1]
+        return told
 
     def to_rank_0(self, value: T) -> list[T]:
         """Gather every rank's `value`, in JSON's types, on rank 0; others get their own. Collective."""

@@ -231,9 +231,10 @@ def _digest(run: RunDirectory) -> str | None:
     if not run.tokenizer.is_dir():
         return None
     # with transformers, which a report without runs does not need
+    from data.text.vocabulary import vocabulary_digest
     from launch.records import vocabulary
 
-    return vocabulary.vocabulary_digest(vocabulary.load(run.path))[:12]
+    return vocabulary_digest(vocabulary.load(run.path))[:12]
 
 
 def _continued(records: Records, result: Result) -> bool:

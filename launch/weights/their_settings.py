@@ -114,7 +114,8 @@ class TheirSettings:
         if not (is_file(path) and is_sound(path)):
             return {}
         try:
-            return vars(load(path))
+            arguments: dict[str, Any] = vars(load(path))
+            return arguments
         except (FileError, TypeError):
             return {}
 
@@ -203,7 +204,9 @@ class TheirSettings:
         processes = getattr(self.arguments.get("distributed_state"), "num_processes", 0)
         micro = self.trainer.get("train_batch_size")
         if micro and processes and not self.state.samples:
-            return micro * processes * self.arguments["gradient_accumulation_steps"]
+            passes = self.arguments["gradient_accumulation_steps"]
+            samples: int = micro * processes * passes
+            return samples
         each, rest = divmod(self.state.samples, max(1, self.state.steps))
         if rest:
             return None

@@ -178,11 +178,13 @@ def _attention(
     """Attend by the fused kernel that a GPU has in the place of what torch composes for the meta device."""
     if attn_mask is None:
         flash = aten._scaled_dot_product_flash_attention
-        return flash(q, k, v, dropout_p, is_causal, scale=scale)[0]
+        attended: Tensor = flash(q, k, v, dropout_p, is_causal, scale=scale)[0]
+        return attended
     bias = torch.zeros_like(attn_mask, dtype=q.dtype)
     bias = bias.expand(*q.shape[:-1], k.shape[-2])
     fused = aten._scaled_dot_product_efficient_attention
-    return fused(q, k, v, bias, True, dropout_p, is_causal, scale=scale)[0]
+    attended = fused(q, k, v, bias, True, dropout_p, is_causal, scale=scale)[0]
+    return attended
 
 
 def _dropout(

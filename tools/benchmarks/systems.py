@@ -313,7 +313,7 @@ class Bare(PlainLoop):
         torch._foreach_copy_(self.parameters, self.masters)
 
 
-def loss_of(outcome: Any) -> torch.Tensor:
+def loss_of(outcome: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
     """Return the loss, of a model that may return parts of it, too."""
     return outcome[0] if isinstance(outcome, tuple) else outcome
 
@@ -339,7 +339,8 @@ class Nano(PlainLoop):
     def forward(self, given: Any) -> torch.Tensor:
         tokens, labels = (given[name].to(self.device) for name in ("tokens", "labels"))
         with self.autocast:
-            return self.called(tokens, labels)
+            loss: torch.Tensor = self.called(tokens, labels)
+        return loss
 
     def optimize(self) -> None:
         self.scaler.unscale_(self.optimizer)
