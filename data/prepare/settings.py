@@ -166,14 +166,14 @@ class Settings:
         }
 
     def _problems(self) -> list[Problem]:
-        found = []
+        problems = []
         kind = self.tokenizer.kind
         size = self.vocab_size
         tokenizer = f"--tokenizer {kind}"
         vocabulary = f"--vocab_size {size}"
         if kind in TRAINED and size is None:
             rule = f"{tokenizer} needs --vocab_size"
-            found.append(
+            problems.append(
                 Problem(
                     "--vocab_size",
                     rule,
@@ -182,25 +182,25 @@ class Settings:
             )
         if kind == "trained_bpe" and size is not None and size < SMALLEST_BPE:
             rule = f"{tokenizer} begins with 256 bytes and the end-of-document token"
-            found.append(
+            problems.append(
                 Problem(
                     "--vocab_size", vocabulary, rule, f"give {SMALLEST_BPE} or more"
                 )
             )
         if kind not in TRAINED and size is not None:
             rule = f"{tokenizer} has a size already"
-            found.append(
+            problems.append(
                 Problem("--vocab_size", vocabulary, rule, "leave --vocab_size out")
             )
         if kind == "store":
             fix = "to use another store's, give --tokenizer file:STORE/tokenizer"
-            found.append(
+            problems.append(
                 Problem("--tokenizer", tokenizer, "a store is being made", fix)
             )
         if self.samples == "bert" and kind in ("gpt2", "trained_bpe"):
             came = f"--samples bert with {tokenizer}"
             rule = "it lacks [CLS], [SEP], [MASK]"
-            found.append(
+            problems.append(
                 Problem(
                     "--tokenizer", came, rule, "give bert_uncased or trained_wordpiece"
                 )
@@ -214,8 +214,8 @@ class Settings:
             ):
                 flag = f"--{field.name}"
                 fix = f"give a number from {shown.least} to {shown.most}"
-                found.append(Problem(flag, f"{flag} {value}", fix=fix))
-        return found
+                problems.append(Problem(flag, f"{flag} {value}", fix=fix))
+        return problems
 
 
 def options() -> list[dataclasses.Field[Any]]:

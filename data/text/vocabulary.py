@@ -123,8 +123,7 @@ def unknown_share(tokenizer: PreTrainedTokenizerFast, source: Source) -> float:
         encoded.append(ids)
     tokens = np.concatenate(encoded)
     unknown = unknown_token(tokenizer)
-    found = np.count_nonzero(tokens == unknown)
-    return found / max(tokens.size, 1)
+    return np.count_nonzero(tokens == unknown) / max(tokens.size, 1)
 
 
 def unused_numbers(tokenizer: PreTrainedTokenizerFast) -> list[int]:
@@ -252,7 +251,7 @@ def store_tokenizer(stores: Sequence[str]) -> PreTrainedTokenizerFast:
 
     Raises ProblemsError: a store has no tokenizer, or two stores have different ones.
     """
-    found: dict[str, PreTrainedTokenizerFast] = {}
+    tokenizers: dict[str, PreTrainedTokenizerFast] = {}
     came = Setting("data.tokenizer.kind", "store")
     for name in stores:
         path = files.path_of(name, "data.name")
@@ -269,10 +268,10 @@ def store_tokenizer(stores: Sequence[str]) -> PreTrainedTokenizerFast:
             )
             raise ProblemsError.of("data.tokenizer.kind", came, rule, fix)
         tokenizer = read_tokenizer(folder)
-        found.setdefault(tokenizer.backend_tokenizer.to_str(), tokenizer)
-        if len(found) > 1:
+        tokenizers.setdefault(tokenizer.backend_tokenizer.to_str(), tokenizer)
+        if len(tokenizers) > 1:
             rule = f"{folder} is another vocabulary than that of {stores[0]}"
             again = "the parts of a blend must be prepared with one tokenizer; prepare them again"
             raise ProblemsError.of("data.tokenizer.kind", came, rule, again)
-    assert found, "the schema demands a store"
-    return next(iter(found.values()))
+    assert tokenizers, "the schema demands a store"
+    return next(iter(tokenizers.values()))

@@ -71,14 +71,14 @@ class Fragment(NamedTuple):
 
 def fragments_of(group: Sequence[torch.nn.Parameter]) -> list[Fragment]:
     """List what lies of a group's parameters in this rank's flat partition under ZeRO 1 and 2."""
-    found = []
+    fragments = []
     for parameter in group:
         mapping = parameter._hp_mapping  # type: ignore[attr-defined]
         if mapping is not None:
             here = mapping.hp_fragment_address
             there = mapping.lp_fragment_address
-            found.append(Fragment(parameter, there.start, here.start, here.numel))
-    return found
+            fragments.append(Fragment(parameter, there.start, here.start, here.numel))
+    return fragments
 
 
 def shorten_step(engine: DeepSpeedEngine) -> str | None:

@@ -180,9 +180,9 @@ class ScoredModel(HFLM):  # type: ignore[misc]  # lm-eval has no types
         # apart, as later windows need the logits of their last positions only
         for group in filter(None, (first, later)):
             windows = [(None, before, after) for _number, before, after in group]
-            found = self._loglikelihood_tokens(windows, disable_tqdm)
+            answers = self._loglikelihood_tokens(windows, disable_tqdm)
             for (number, *_window), (likelihood, _right) in zip(
-                group, found, strict=True
+                group, answers, strict=True
             ):
                 sums[number] += likelihood
         return sums
@@ -283,13 +283,13 @@ def measure(
     torch.manual_seed(SEED)
     how = dict(limit=limit, log_samples=False, bootstrap_iters=BOOTSTRAPS)
     try:
-        found: Any = evaluate(model, task.loaded, **how)
+        outcome: Any = evaluate(model, task.loaded, **how)
     except AssertionError as error:
         raise ending.Failed(f"{task.name}: {error}") from error
-    results = found["results"] | found.get("groups", {})
+    results = outcome["results"] | outcome.get("groups", {})
     figures = {name: _figures(values) for name, values in results.items()}
     names = [task.name] if figures.get(task.name) else list(task.loaded["tasks"])
-    sizes = {name: each["effective"] for name, each in found["n-samples"].items()}
+    sizes = {name: each["effective"] for name, each in outcome["n-samples"].items()}
     whole = sum(sizes.values())
     for name in names:
         yield name, figures[name], sizes.get(name, whole)
@@ -306,17 +306,17 @@ def _figures(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def figures_of(
-    name: str, found: Mapping[str, float], seen: Seen, text: TaskText
+    name: str, values: Mapping[str, float], seen: Seen, text: TaskText
 ) -> dict[str, float]:
     """Return the figures of a task, its main figure first.
 
     `found`: lm-eval's; those of a whole text are per token that counts, and per word and byte of the original.
     """
     if name not in TASKS:
-        return dict(found)
+        return dict(values)
     if name == "lambada":
-        right = found["acc"]
-        return {"accuracy": right, "perplexity_of_last_word": found["perplexity"]}
+        right = values["acc"]
+        return {"accuracy": right, "perplexity_of_last_word": values["perplexity"]}
     nll = -seen.log_likelihood
     loss = nll / seen.tokens
     figures = {"perplexity": exponential(loss)}

@@ -46,13 +46,13 @@ def read(file: str) -> list[Prompt]:
         rule = "a file of prompts is plain text, one in each line"
         fix = f"jq -r .prompt {path} > prompts.txt"
         files.refuse(path, "has an ending of JSON", rule, fix)
-    found = list[Prompt]()
+    prompts = list[Prompt]()
     for number, line in enumerate(files.read_text(path).split("\n"), 1):
         if line.strip():
-            found.append(Prompt(line.rstrip("\r"), f"{path}:{number}"))
-    if not found:
+            prompts.append(Prompt(line.rstrip("\r"), f"{path}:{number}"))
+    if not prompts:
         files.refuse(path, "holds no prompt", "it has a prompt in each line")
-    return found
+    return prompts
 
 
 def encode(prompts: Sequence[Prompt], model: TrainedModel) -> list[Prompt]:

@@ -15,11 +15,11 @@ NAMES = {
 def scores(downstream: Downstream | None) -> Iterator[tuple[str, str]]:
     """Yield task and numbers of printed scores, as in ("RACE", "89.5 (91.8/88.6)")."""
     for task, name in NAMES.items():
-        found = getattr(downstream, task, None)
-        if found:
+        score = getattr(downstream, task, None)
+        if score:
             first, *rest = (
                 f"{value:g}"
-                for value in found.model_dump().values()
+                for value in score.model_dump().values()
                 if value is not None
             )
             if task == "race" and rest:

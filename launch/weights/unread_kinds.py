@@ -46,9 +46,9 @@ def named(path: Path) -> tuple[str, str]:
     if any(name.startswith(NAMES) for name in names):
         return "", ""
     for pattern, (came, fix) in _KINDS.items():
-        found = fnmatch.filter(names, pattern)
-        if found:
+        matches = fnmatch.filter(names, pattern)
+        if matches:
             fix = fix.replace("DIR", str(folder))
-            fix = fix.replace("FILE", found[0])
+            fix = fix.replace("FILE", matches[0])
             return came, fix
     return "", ""

@@ -60,15 +60,15 @@ class Counts(TorchDispatchMode):
         """Return the numbers of kernels and waits, bytes and operations."""
         moved = sum(kernel.moved for kernel in self.kernels)
         operations = sum(kernel.operations for kernel in self.kernels)
-        found = {"bytes": moved, "operations": operations, "waits": self.waits}
-        return {"kernels": len(self.kernels), **found}
+        sums = {"bytes": moved, "operations": operations, "waits": self.waits}
+        return {"kernels": len(self.kernels), **sums}
 
     def seconds(self, bytes_per_s: float, operations_per_s: float) -> float:
         """Return the least time: of each kernel that of its bytes or of its operations."""
-        found = 0.0
+        seconds = 0.0
         for _, moved, operations in self.kernels:
-            found += max(moved / bytes_per_s, operations / operations_per_s)
-        return found
+            seconds += max(moved / bytes_per_s, operations / operations_per_s)
+        return seconds
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None

@@ -120,12 +120,12 @@ class MeasuredSystem:
 
     def run(self, steps: int) -> list[tuple[float, int, int]]:
         """Run `steps` steps and return (seconds, tokens, operations) of each."""
-        found = []
+        timed = []
         for _ in range(steps):
             started = now()
             work = self.step()
-            found.append((now() - started, *work))
-        return found
+            timed.append((now() - started, *work))
+        return timed
 
     def profile(self, trace: str, steps: int) -> list[Row]:
         """Write a Chrome trace; return the slowest operations with seconds and calls a step."""
@@ -135,12 +135,12 @@ class MeasuredSystem:
             self.run(steps)
         profiler.export_chrome_trace(trace)
         lasting = "self_device_time_total" if gpu else "self_cpu_time_total"
-        found = []
+        operations = []
         for event in profiler.key_averages():
             seconds = getattr(event, lasting) / 1e6 / steps
             row = {"operation": event.key[:80], "seconds": seconds}
-            found.append({**row, "calls": event.count / steps})
-        return sorted(found, key=lambda row: -row["seconds"])[:SHOWN]
+            operations.append({**row, "calls": event.count / steps})
+        return sorted(operations, key=lambda row: -row["seconds"])[:SHOWN]
 
     def graphs(self) -> dict[str, Any]:
         """Count the graphs of torch.compile so far, and the reasons of graph breaks."""
@@ -228,11 +228,11 @@ def transformers_inputs(
     full[rows[predicted], positions[predicted]] = labels[predicted]
     columns = torch.arange(tokens.shape[1], device=device)
     kept = columns < batch["lengths"].to(device)[:, None]
-    found = {"input_ids": tokens, "token_type_ids": types, "labels": full}
-    found["attention_mask"] = kept.long()
+    inputs = {"input_ids": tokens, "token_type_ids": types, "labels": full}
+    inputs["attention_mask"] = kept.long()
     if batch["sentence_weights"].any():
-        found["next_sentence_label"] = sentences
-    return found
+        inputs["next_sentence_label"] = sentences
+    return inputs
 
 
 class PlainLoop(MeasuredSystem):

@@ -108,20 +108,20 @@ def _gpus(question: SearchQuestion) -> str:
 
 
 def largest_page(
-    question: SearchQuestion, found: Sequence[Largest], width: int | None = None
+    question: SearchQuestion, models: Sequence[Largest], width: int | None = None
 ) -> Page:
     """Describe the largest models in a table, with the printed sizes below it."""
     node = question.node
     recipe = question.recipe
     micro = counted(recipe.batch.micro or 1, "sample")
-    precisions = (each.best.plan.precision for each in found if each.best)
+    precisions = (each.best.plan.precision for each in models if each.best)
     precision = next(precisions, recipe.precision)
     model = f"a {recipe.model.family} in {precision}, {_samples(recipe)}, micro-batches of {micro}"
     shown = Page(width)
     shown.facts(("hardware", _hardware(question)), ("model", model))
     rows = []
     refused = []
-    for way, best, problems in found:
+    for way, best, problems in models:
         if problems:
             rules = "; ".join(str(problem.rule or problem.came) for problem in problems)
             refused.append(f"{way} cannot be run: {rules}")
@@ -181,16 +181,16 @@ def _add_layouts(shown: Page, best: list[Candidate]) -> None:
     rows = []
     for number, candidate in enumerate(best, 1):
         layout = candidate.plan.layout
-        found = candidate.forecast
-        needed = found.fullest_rank.total
-        rates = found.speed
+        predicted = candidate.forecast
+        needed = predicted.fullest_rank.total
+        rates = predicted.speed
         assert rates
         row = (
             number,
             _degrees(candidate),
             f"{layout.micro}x{layout.accumulation}",
             f"{needed / 1e9:.1f}",
-            f"{needed / found.node.gpu.memory_bytes:.0%}",
+            f"{needed / predicted.node.gpu.memory_bytes:.0%}",
             f"{candidate.seconds:.4g}",
             f"{rates.tokens:,.0f}",
             f"{rates.mfu:.1%}",
