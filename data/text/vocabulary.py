@@ -118,10 +118,8 @@ def unknown_share(tokenizer: PreTrainedTokenizerFast, source: Source) -> float:
     documents = source.documents()
     groups = group_items(documents, lambda each: len(each.text), LOOKED_AT)
     encode = Encoder(tokenizer)
-    encoded = [np.empty(0, np.uint32)]
-    for _, ids in encode(next(groups, [])):
-        encoded.append(ids)
-    tokens = np.concatenate(encoded)
+    encoded = [ids for _, ids in encode(next(groups, []))]
+    tokens = np.concatenate([np.empty(0, np.uint32), *encoded])
     unknown = unknown_token(tokenizer)
     return np.count_nonzero(tokens == unknown) / max(tokens.size, 1)
 

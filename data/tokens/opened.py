@@ -259,10 +259,7 @@ def ready_made_store(
     checksum = checksum_of(store, directory, say)
     recorded = facts["crc32"] if isinstance(facts.get("crc32"), dict) else {}
     now = {half: f"{crc:08x}" for half, crc in checksum._asdict().items()}
-    changed = []
-    for half, crc in now.items():
-        if recorded.get(half, crc) != crc:
-            changed.append(half)
+    changed = [half for half, crc in now.items() if recorded.get(half, crc) != crc]
     if changed:
         came = [
             f"{prefix}.{x} has CRC-32 {now[x]}, and {REPORT} recorded {recorded[x]}"

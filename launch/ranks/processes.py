@@ -183,10 +183,10 @@ def from_rank_0(own: T, group: ProcessGroup, form: Any = Any) -> T:
     import torch.distributed as dist
 
     share = partial(dist.broadcast, group=group, group_src=0)
-    if dist.get_rank(group) != 0:
-        received: T = _received(share, form)
-        return received
-    return _sent(own, share, form)
+    if dist.get_rank(group) == 0:
+        return _sent(own, share, form)
+    received: T = _received(share, form)
+    return received
 
 
 def merged(

@@ -339,8 +339,7 @@ class Nano(PlainLoop):
     def forward(self, given: Any) -> torch.Tensor:
         tokens, labels = (given[name].to(self.device) for name in ("tokens", "labels"))
         with self.autocast:
-            loss: torch.Tensor = self.called(tokens, labels)
-        return loss
+            return loss_of(self.called(tokens, labels))
 
     def optimize(self) -> None:
         self.scaler.unscale_(self.optimizer)

@@ -331,7 +331,7 @@ def largest_number(fits: Callable[[int], bool], most: int) -> int:
 def _better_micro(predicted: Forecast) -> dict[str, float | int]:
     """Return the fastest larger micro-batch that fits and makes the same global batch; {}: none."""
     work = predicted.work
-    layout = predicted.work.layout
+    layout = work.layout
     seconds = {}
     if predicted.verdict != "fits" or predicted.time is None:
         return {}

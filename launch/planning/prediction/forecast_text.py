@@ -162,7 +162,7 @@ def _placed(predicted: Forecast) -> list[tuple[str, str]]:
     """Describe hardware, layout, and place of the model states."""
     work = predicted.work
     node = predicted.node
-    layout = predicted.work.layout
+    layout = work.layout
     gpus = f"{counted(layout.world, 'GPU')} on {counted(predicted.nodes, 'node')}"
     places = {
         "optimizer": work.optimizer_at,

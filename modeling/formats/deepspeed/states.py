@@ -285,9 +285,7 @@ def _partitioned(
     if by_parameter:
         runs = _equal_pieces(groups, partitions)
     else:
-        mappings = []
-        for rank in ranks:
-            mappings.append(rank.get("param_slice_mappings") or ())
+        mappings = [rank.get("param_slice_mappings") or () for rank in ranks]
         runs = _mapped_pieces(mappings, partitions)
     parameters = {}
     for group in groups:
@@ -304,10 +302,8 @@ def _partitioned(
 
 def _flats(base: Mapping[str, Any], weights: Sequence[Tensor]) -> list[Flat]:
     """Return the flat buffers of a rank, of each group."""
-    flats = list[Flat]()
-    for number, weight in enumerate(weights):
-        flats.append({**base["state"].get(number, {}), WEIGHT: weight})
-    return flats
+    state = base["state"]
+    return [{**state.get(n, {}), WEIGHT: weight} for n, weight in enumerate(weights)]
 
 
 def _mapped_pieces(
@@ -392,9 +388,7 @@ def unpartitioned(
     buffers: list[list[Flat]] = []
     counts = {}
     for number, group in enumerate(base["param_groups"]):
-        states = []
-        for key in group["params"]:
-            states.append(base["state"].get(key, {}))
+        states = [base["state"].get(key, {}) for key in group["params"]]
         steps = [held.get("step", 0) for held in states]
         counts[number] = {"step": max(steps, default=0)}
         if masters:

@@ -66,9 +66,7 @@ def find(directory: Path) -> Files:
     """Find the files of the iteration in `directory`, or of the newest below it. Raises FileError."""
     where = _iteration(directory)
     names = _names(where)
-    layers = []
-    for m in _matches(LAYER, names):
-        layers.append((int(m[1]), int(m[2]), where / m[0]))
+    layers = [(int(m[1]), int(m[2]), where / m[0]) for m in _matches(LAYER, names)]
     if layers:
         stated = where / "mp_rank_00_model_states.pt"
         if not is_file(stated):
@@ -80,9 +78,7 @@ def find(directory: Path) -> Files:
                 fix,
             )
         return Files(where, _stages(where, layers), stated, by_layer=True)
-    slices = []
-    for m in _matches(PLAIN, names):
-        slices.append((0, int(m[1]), where / m[0]))
+    slices = [(0, int(m[1]), where / m[0]) for m in _matches(PLAIN, names)]
     if not slices:
         for m in _matches(RANK, names):
             held = _names(where / m[0])
