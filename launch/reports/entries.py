@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -112,15 +112,13 @@ _MEASURED_KEYS = (
 MEASURED = tuple(COLUMNS[key] for key in _MEASURED_KEYS)
 
 
-def loss_columns(split: str, figures: Iterable[LossFigure]) -> list[Column]:
-    """Return a column for each different figure of a split, empty for results without it."""
-    columns = []
+def loss_columns(split: str, figures: Iterable[LossFigure]) -> Iterator[Column]:
+    """Yield a column for each different figure of a split, empty for results without it."""
     over = ", last 10 steps" if split == "training" else ""
     for figure in dict.fromkeys(figures):
         heading = f"{split} {figure.name} ({figure.unit}{over})"
         of = partial(told, split=split, figure=figure)
-        columns.append(Column(f"{SPLITS[split]}_{figure.key}", heading, of, "loss"))
-    return columns
+        yield Column(f"{SPLITS[split]}_{figure.key}", heading, of, "loss")
 
 
 def told(result: Result, split: str, figure: LossFigure) -> float | None:

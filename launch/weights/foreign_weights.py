@@ -299,7 +299,7 @@ class TransformersWeights(Saved):
             fix = self.words(recipe.model).fix
             yield Problem(KEY, came, "one of them would be lost", fix)
 
-    def untied(self, model: Model) -> list[tuple[str, str]]:
+    def untied(self, model: Model) -> Iterable[tuple[str, str]]:
         return conversion_of(model).select(self._state_dict).untied()
 
     def weights(self, recipe: Recipe) -> LazyWeights:
@@ -379,7 +379,7 @@ class MegatronWeights(Saved):
             f"a Megatron {model.family} of these arguments", "its arguments", fix
         )
 
-    def untied(self, model: Model) -> list[tuple[str, str]]:
+    def untied(self, model: Model) -> Iterable[tuple[str, str]]:
         return self.checkpoint.untied()
 
     def remarks(self, recipe: Recipe) -> Iterator[str]:

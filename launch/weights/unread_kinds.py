@@ -48,7 +48,5 @@ def named(path: Path) -> tuple[str, str]:
     for pattern, (came, fix) in _KINDS.items():
         matches = fnmatch.filter(names, pattern)
         if matches:
-            fix = fix.replace("DIR", str(folder))
-            fix = fix.replace("FILE", matches[0])
-            return came, fix
+            return came, fix.replace("DIR", str(folder)).replace("FILE", matches[0])
     return "", ""

@@ -58,10 +58,12 @@ class Counts(TorchDispatchMode):
 
     def numbers(self) -> dict[str, int]:
         """Return the numbers of kernels and waits, bytes and operations."""
-        moved = sum(kernel.moved for kernel in self.kernels)
-        operations = sum(kernel.operations for kernel in self.kernels)
-        sums = {"bytes": moved, "operations": operations, "waits": self.waits}
-        return {"kernels": len(self.kernels), **sums}
+        return {
+            "kernels": len(self.kernels),
+            "bytes": sum(kernel.moved for kernel in self.kernels),
+            "operations": sum(kernel.operations for kernel in self.kernels),
+            "waits": self.waits,
+        }
 
     def seconds(self, bytes_per_s: float, operations_per_s: float) -> float:
         """Return the least time: of each kernel that of its bytes or of its operations."""

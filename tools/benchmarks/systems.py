@@ -228,8 +228,12 @@ def transformers_inputs(
     full[rows[predicted], positions[predicted]] = labels[predicted]
     columns = torch.arange(tokens.shape[1], device=device)
     kept = columns < batch["lengths"].to(device)[:, None]
-    inputs = {"input_ids": tokens, "token_type_ids": types, "labels": full}
-    inputs["attention_mask"] = kept.long()
+    inputs = {
+        "input_ids": tokens,
+        "token_type_ids": types,
+        "labels": full,
+        "attention_mask": kept.long(),
+    }
     if batch["sentence_weights"].any():
         inputs["next_sentence_label"] = sentences
     return inputs

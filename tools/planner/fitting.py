@@ -133,10 +133,13 @@ def refit(cases: Sequence[Case]) -> None:
     """Fit the constants, on all documents and without each, and write them."""
     documents = by_document(cases)
     terminal.say(f"fitting {len(RANGES)} constants {len(documents) + 1} times …")
-    others = {name: _without(name, documents) for name in ("", *documents)}
+    others = {}
+    for left_out in ("", *documents):
+        others[left_out] = dict(documents)
+        others[left_out].pop(left_out, None)
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        found_by = map(_rounded, pool.map(fit, others.values()))
-        fits = dict(zip(others, found_by, strict=True))
+        fitted = map(_rounded, pool.map(fit, others.values()))
+        fits = dict(zip(others, fitted, strict=True))
     rows = {}
     for name, own in documents.items():
         counts = [_printed(quantity, own) for quantity in ERRED]
@@ -163,12 +166,6 @@ def refit(cases: Sequence[Case]) -> None:
     constants.fitted.cache_clear()
     constants.fitted_constants.cache_clear()
     print(f"wrote {constants.FILE}\n")
-
-
-def _without(
-    name: str, documents: Mapping[str, Sequence[Case]]
-) -> dict[str, Sequence[Case]]:
-    return {key: cases for key, cases in documents.items() if key != name}
 
 
 def _printed(quantity: str, cases: Iterable[Case]) -> int:

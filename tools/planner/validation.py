@@ -145,14 +145,12 @@ def describe(
     return "\n\n".join(sections)
 
 
-def _kinds(validation: PlannerValidation) -> list[tuple[str, str, str]]:
-    """Return the kinds of predictions, each with its rows and their errors."""
-    lines = []
+def _kinds(validation: PlannerValidation) -> Iterator[tuple[str, str, str]]:
+    """Yield the kinds of predictions, each with its rows and their errors."""
     for quantity in ERRED:
         kinds = by_kind(quantity, validation.ratios[quantity], fitted())
         for kind, error in kinds.items():
-            lines.append((kind, ROWS_OF[kind], _spread(error)))
-    return lines
+            yield kind, ROWS_OF[kind], _spread(error)
 
 
 def _verbose(validation: PlannerValidation, width: int | None) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from launch.console.text_table import Page
 from launch.planning.prediction.forecast_text import (
@@ -129,9 +129,9 @@ def largest_page(
             rows.append([way, *(_largest(best) if best else ["none fits"])])
     below = f"{LARGEST_LEGEND}{memory_error(precision)}."
     shown.table(rows, LARGEST, "llll", below=[below])
-    printed = _printed_sizes(question)
+    printed = "; ".join(_printed_sizes(question))
     if printed:
-        shown.text(f"printed of {_gpus(question)} of this kind: {'; '.join(printed)}")
+        shown.text(f"printed of {_gpus(question)} of this kind: {printed}")
     alone = node.gpu.memory_bytes / 16e9
     rule = f"the documents' rule, memory over 16 bytes a parameter: {alone:.2f} B for one GPU"
     bound = PRINTED_BOUNDS.get(node.gpu.name)
@@ -161,9 +161,8 @@ def _degrees(candidate: Candidate) -> str:
     return f"{layout.tp}x{layout.pp}x{layout.dp}"
 
 
-def _printed_sizes(question: SearchQuestion) -> list[str]:
-    """Return the documents' largest models on as many such nodes."""
-    sizes = []
+def _printed_sizes(question: SearchQuestion) -> Iterator[str]:
+    """Yield the documents' largest models on as many such nodes."""
     for table in LARGEST_TABLES:
         for row in read_table(FOLDER / f"{table}.yaml").rows:
             recipe = catalog.load(f"{table}/{row}")
@@ -173,8 +172,7 @@ def _printed_sizes(question: SearchQuestion) -> list[str]:
             if own and published and (own.node, own.gpus) == asked:
                 system = published.framework or recipe.ds_config
                 shape = f"{recipe.model.layers}x{recipe.model.hidden}"
-                sizes.append(f"{published.size_label}, {shape} ({system})")
-    return sizes
+                yield f"{published.size_label}, {shape} ({system})"
 
 
 def _add_layouts(shown: Page, best: list[Candidate]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -57,15 +57,13 @@ class Selection(NamedTuple):
     copies: dict[tuple[str, str], Tensor]
     twice: list[str]
 
-    def untied(self) -> list[tuple[str, str]]:
-        """Return (copy, tensor) for each copy that differs from its tensor. Reads their numbers."""
+    def untied(self) -> Iterator[tuple[str, str]]:
+        """Yield (copy, tensor) for each copy that differs from its tensor. Reads their numbers."""
         from modeling.lazy_weights import same_numbers
 
-        different = []
         for (copy, name), tensor in self.copies.items():
             if not same_numbers(tensor, self.tensors[name]):
-                different.append((copy, name))
-        return different
+                yield copy, name
 
 
 class NameEntry(NamedTuple):

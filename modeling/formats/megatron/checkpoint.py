@@ -162,13 +162,11 @@ class MegatronCheckpoint:
             own["gelu"] = UNREAD if UNREAD in gelus else known
         return own
 
-    def untied(self) -> list[tuple[str, str]]:
-        """Return (copy, tensor) for each copy that differs from its tensor. Reads their numbers."""
-        pairs = []
+    def untied(self) -> Iterator[tuple[str, str]]:
+        """Yield (copy, tensor) for each copy that differs from its tensor. Reads their numbers."""
         for (copy, name), slices in self.copies.items():
             if not all(map(same_numbers, slices.parts, self.tensors[name].parts)):
-                pairs.append((copy, name))
-        return pairs
+                yield copy, name
 
     def weights(self, model: Model) -> LazyWeights:
         """Return the canonical weights of `model` from these tensors."""
