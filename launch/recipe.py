@@ -45,8 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main() -> int:
     """Run the subcommand; the exit code."""
     args = build_parser().parse_args()
-    code: int = args.run(args)
-    return code
+    return int(args.run(args))
 
 
 if __name__ == "__main__":

@@ -352,8 +352,7 @@ def device_module() -> Any:
 def device_limit() -> int | None:
     """Return the number of ranks for this machine's devices; None on a CPU, where ranks share cores."""
     if device().own_memory:
-        count: int = _accelerator().device_count()
-        return count
+        return int(_accelerator().device_count())
     return None
 
 

@@ -114,8 +114,7 @@ class TheirSettings:
         if not (is_file(path) and is_sound(path)):
             return {}
         try:
-            arguments: dict[str, Any] = vars(load(path))
-            return arguments
+            return dict(vars(load(path)))
         except (FileError, TypeError):
             return {}
 
@@ -205,8 +204,7 @@ class TheirSettings:
         micro = self.trainer.get("train_batch_size")
         if micro and processes and not self.state.samples:
             passes = self.arguments["gradient_accumulation_steps"]
-            samples: int = micro * processes * passes
-            return samples
+            return int(micro * processes * passes)
         each, rest = divmod(self.state.samples, max(1, self.state.steps))
         if rest:
             return None

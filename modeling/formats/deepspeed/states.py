@@ -180,8 +180,8 @@ def _updates(where: Path, stated: Mapping[str, Any], optimizer: Optimizer) -> in
     steps = stated["global_steps"]
     skipped = stated["skipped_steps"]
     made = steps - skipped
-    counts = [str(count) for count in sorted(counted)]
-    came = f"Adam has counted {some(counts)} updates"
+    counts = some([*map(str, sorted(counted))])
+    came = f"Adam has counted {counts} updates"
     rule = f"after {steps} steps, of them {skipped} skipped, it has made {made}"
     sound = len(counted) == 1 and counted <= {made, made + optimizer.built}
     expect(sound, where, came, rule)
