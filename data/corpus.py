@@ -73,9 +73,7 @@ def build(
         if origin.source == "store":
             check_origin(origin, recipe.model.family)
     sources = [open_origin(recipe, origin, say) for origin in origins]
-    tokenizer = build_vocabulary(
-        recipe, [found for found in sources if found], directory, say
-    )
+    tokenizer = build_vocabulary(recipe, [*filter(None, sources)], directory, say)
     parts = _all_parts(
         recipe, family_of(recipe, tokenizer), sources, directory, say, once
     )

@@ -61,8 +61,8 @@ def batch_digest(batches: Iterable[MicroBatch]) -> str:
             joined.setdefault(key, []).append(values.astype("<i8"))
     digest = hashlib.sha256()
     for key in sorted(joined):
-        found = np.concatenate(joined[key])
-        digest.update(f"{key} {found.shape}\n".encode() + found.tobytes())
+        whole = np.concatenate(joined[key])
+        digest.update(f"{key} {whole.shape}\n".encode() + whole.tobytes())
     return digest.hexdigest()
 
 
@@ -353,8 +353,8 @@ def validation_batches(
         weights = np.where(part < len(samples), real_weight, 0.0)
         return micro_batch(samples.take(np.minimum(part, len(samples) - 1)), weights)
 
-    found = []
+    batches = []
     for step in range(steps):
         of_step = step * layout.global_batch + rows
-        found.append([batch(part) for part in of_step])
-    return found
+        batches.append([batch(part) for part in of_step])
+    return batches

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 
 if not __package__:
     import _clone_first  # noqa: F401
@@ -239,7 +240,8 @@ def main() -> int:
         ending.refuse(error)
     from launch.checkpoints import showing  # with torch
 
-    return getattr(showing, args.command)(path_of(args.run, "RUN"), args.step)
+    show: Callable[..., int] = getattr(showing, args.command)
+    return show(path_of(args.run, "RUN"), args.step)
 
 
 if __name__ == "__main__":

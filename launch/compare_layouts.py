@@ -216,11 +216,11 @@ def impossible_cases(
     Raises ValueError if no layout is left, or if the one-process reference is impossible.
     """
     machine = description.detect_machine()
-    found = {
-        case.name: why_impossible(recipe, case, machine, most)
-        for case in (REFERENCE, *cases)
-    }
-    left_out = {name: problems for name, problems in found.items() if problems}
+    left_out = {}
+    for case in (REFERENCE, *cases):
+        problems = why_impossible(recipe, case, machine, most)
+        if problems:
+            left_out[case.name] = problems
     if REFERENCE.name in left_out or len(left_out) == len(cases):
         raise ValueError("\n".join(reasons(left_out)))
     return left_out

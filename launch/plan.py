@@ -56,7 +56,7 @@ def main() -> int:
         rule = "each question has flags of its own"
         fix = f"write them after it: plan.py {args.question} {written[0]} …"
         raise ProblemsError.of(written[0], came, rule, fix)
-    return args.run(args)
+    return int(args.run(args))
 
 
 if __name__ == "__main__":

@@ -259,12 +259,12 @@ def settings_of(args: argparse.Namespace) -> Settings:
     problems = []
     if args.text:
         column = args.text_column if "text_column" in args.given else None
-        found = text_settings(
+        settings = text_settings(
             args.text, column, partial(terminal.say, stream=sys.stderr)
         )
         args.name = [args.text]
-        args.source = found["data.source"]
-        args.text_column = found["data.text_column"]
+        args.source = settings["data.source"]
+        args.text_column = settings["data.text_column"]
     if args.source != "packaged" and not args.name:
         fix = "give paths or globs of the files (hub: names of datasets)"
         problems.append(

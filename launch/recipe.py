@@ -45,7 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main() -> int:
     """Run the subcommand; the exit code."""
     args = build_parser().parse_args()
-    return args.run(args)
+    return int(args.run(args))
 
 
 if __name__ == "__main__":

@@ -105,16 +105,16 @@ def report(args: argparse.Namespace, folder: Path) -> int:
     from launch.reports.tables import Tables
 
     tables = Tables(folder)
-    found: list[Any] = []
+    looked_up: list[Any] = []
     problems: list[Problem] = []
     for look_up, asked in ((tables.named, args.table), (find, args.runs)):
         try:
-            found.append(look_up(asked))
+            looked_up.append(look_up(asked))
         except ProblemsError as error:
             problems += error.problems
     if problems:
         raise ProblemsError(problems)
-    names, paths = found
+    names, paths = looked_up
     run_labels = labels(paths)
     chosen = writing.default_directory(names, run_labels, args.all)
     directory = path_of(args.out, "--out") if args.out else chosen

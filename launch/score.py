@@ -118,10 +118,10 @@ def build_parser() -> ArgumentParser:
 
 def names(text: str) -> tuple[str, ...]:
     """Read names between commas, each once."""
-    found = [name.strip() for name in text.split(",")]
-    if not all(found):
+    tasks = [name.strip() for name in text.split(",")]
+    if not all(tasks):
         raise ArgumentTypeError(f"{text[:40]!r}: give names with commas between them")
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(tasks))
 
 
 def main() -> None:

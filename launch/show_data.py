@@ -166,8 +166,8 @@ def show_lengths(recipe: Recipe, corpus: Corpus, most: int) -> int:
             continue
         ends = np.append(0, np.cumsum(opened.store.sizes, dtype=np.int64))
         documents = np.diff(ends[np.array(opened.store.document_index)])
-        found = described(documents[documents > 0])
-        print(f"{opened.name}, all documents: tokens per document\n{found}\n")
+        lengths = described(documents[documents > 0])
+        print(f"{opened.name}, all documents: tokens per document\n{lengths}\n")
     if not recipe.model.facts.masked:
         print(
             f"samples: each has {length} tokens and no padding, whatever the documents' lengths"
@@ -214,7 +214,7 @@ def show_hashes(recipe: Recipe, corpus: Corpus, args: argparse.Namespace) -> int
     for step, *hashes in zip(steps, *columns, strict=True):
         equal = len(set(hashes)) == 1
         different += [] if equal else [str(step)]
-        shown = "  ".join(found[:16] for found in hashes)
+        shown = "  ".join(digest[:16] for digest in hashes)
         print(f"{step:>8}  {shown}{'' if equal else '  DIFFERENT'}", flush=True)
     if different:
         print(

@@ -128,16 +128,16 @@ def _backward(
     gradient: Tensor, qkv: Tensor, offsets: Tensor, out: Tensor, sums: Tensor
 ) -> Tensor:
     """Return the gradient of qkv from the output's `gradient` (T, N, D)."""
-    found = torch.empty_like(qkv)
+    of_qkv = torch.empty_like(qkv)
     for document in _slices(offsets):
         q, k, v = _heads_first(qkv[document])
         upper = gradient[document].transpose(0, 1)[None]
         of_document = out[document].transpose(0, 1)[None]
         logsumexp = sums[document].T[None]
         each = _flash_backward(upper, q, k, v, of_document, logsumexp, 0.0, True)
-        for part, of_part in zip(found[document].unbind(2), each, strict=True):
+        for part, of_part in zip(of_qkv[document].unbind(2), each, strict=True):
             part.copy_(_tokens_first(of_part))
-    return found
+    return of_qkv
 
 
 @attention_of_documents.register_fake

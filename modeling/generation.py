@@ -46,12 +46,14 @@ class Sampling:
 
     def warpers(self) -> LogitsProcessorList:
         """Return the processors of `transformers` that set all but the tokens to draw from to -inf."""
-        found = LogitsProcessorList([TemperatureLogitsWarper(float(self.temperature))])
+        processors = LogitsProcessorList(
+            [TemperatureLogitsWarper(float(self.temperature))]
+        )
         if self.top_k is not None:
-            found.append(TopKLogitsWarper(self.top_k))
+            processors.append(TopKLogitsWarper(self.top_k))
         if self.top_p < 1:
-            found.append(TopPLogitsWarper(self.top_p))
-        return found
+            processors.append(TopPLogitsWarper(self.top_p))
+        return processors
 
 
 DEFAULT_SAMPLING = Sampling(temperature=0.8, top_k=40)
@@ -198,13 +200,15 @@ def continued(
         streamer=streamer,
     )
     cut_by: EndReason = "length" if limit == how.length else "positions"
-    found = []
+    continuations = []
     for text in texts[:, len(prompt) :].tolist():
         if how.end in text:
-            found.append(Continuation(tuple(text[: text.index(how.end)]), "end"))
+            continuations.append(
+                Continuation(tuple(text[: text.index(how.end)]), "end")
+            )
         else:
-            found.append(Continuation(tuple(text), cut_by))
-    return found
+            continuations.append(Continuation(tuple(text), cut_by))
+    return continuations
 
 
 def uniform_numbers(

@@ -200,8 +200,8 @@ def _backward(gradient: Tensor, qkv: Tensor, offsets: Tensor) -> Tensor:
         )
         of_q = _scaled_product(of_scores, k, D)
         of_k = _scaled_product(of_scores.transpose(1, 2), q, D)
-        found = of_q, of_k, weights.transpose(1, 2) @ upper
-        for part, each in zip(out[rows].unbind(2), found, strict=True):
+        gradients = of_q, of_k, weights.transpose(1, 2) @ upper
+        for part, each in zip(out[rows].unbind(2), gradients, strict=True):
             _tokens_first(part, count).copy_(each.view(count, N, -1, D))
     return out
 

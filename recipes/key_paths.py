@@ -44,7 +44,7 @@ def submodel(annotation: Any) -> type[BaseModel] | None:
         return annotation
     if get_origin(annotation) in (Union, types.UnionType, tuple):
         return next(
-            (found for part in get_args(annotation) if (found := submodel(part))), None
+            (model for part in get_args(annotation) if (model := submodel(part))), None
         )
     return None
 
@@ -267,13 +267,13 @@ def differences(old: Any, new: Any, asked: Keys = Keys()) -> list[Difference]:
     """List the differing leaves among keys; the value is "absent" on a side that lacks the key."""
     before = dict(flatten(old))
     after = dict(flatten(new))
-    found = []
+    differing = []
     for key in {**before, **after}:
         was = before.get(key, "absent")
         now = after.get(key, "absent")
         if was != now and key in asked:
-            found.append((key, was, now))
-    return found
+            differing.append((key, was, now))
+    return differing
 
 
 def changes(

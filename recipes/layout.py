@@ -118,16 +118,16 @@ def batch_schedule(
     """
     parts = max(1, (full - start) // increment)
     read = BatchSchedule(before).samples(step) if before else 0
-    found = list(before)
+    stages = list(before)
     while (part := read * parts // samples) < parts and (
         size := start + part * increment
     ) < full:
-        found.append((step, read, size))
+        stages.append((step, read, size))
         # of steps up to the next part
         count = -(((part + 1) * samples // -parts + read) // size)
         step = step + count
         read = read + count * size
-    return BatchSchedule((*found, (step, read, full)))
+    return BatchSchedule((*stages, (step, read, full)))
 
 
 def padded_vocab(vocab: int, tp: int, divisible_by: int = 128) -> int:

@@ -98,13 +98,13 @@ class Problem:
     @property
     def keys(self) -> tuple[str, ...]:
         """The problem's key, and the keys in `came`."""
-        found = [self.key]
+        keys = [self.key]
         for piece in pieces(self.came):
             if isinstance(piece, Setting):
-                found.append(piece.key)
+                keys.append(piece.key)
             elif isinstance(piece, Key):
-                found.append(piece)
-        return tuple(found)
+                keys.append(piece)
+        return tuple(keys)
 
 
 def pieces(text: Text) -> tuple[Words, ...]:

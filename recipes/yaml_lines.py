@@ -72,10 +72,10 @@ def parse(text: str, where: str) -> YamlDocument:
         node = loader.get_single_node()
         if node is None:
             return YamlDocument(where, None)
-        found = _lines_of(node, where)
+        places = _lines_of(node, where)
         value = loader.construct_document(node)
         files.check_value(value, where)
-        return YamlDocument(where, value, found)
+        return YamlDocument(where, value, places)
     except RecipeError:
         raise
     except files.FileError as error:
@@ -134,7 +134,7 @@ def _lines_of(root: yaml.Node, where: str) -> dict[KeyPath, int]:
 
     Refuses what is beyond the bounds then, a key twice in one mapping, and control characters.
     """
-    found = dict[KeyPath, int]()
+    places = dict[KeyPath, int]()
     values = itertools.count(1)
 
     def visit(node: Any, path: KeyPath, lines: dict[KeyPath, int], depth: int) -> None:
@@ -163,5 +163,5 @@ def _lines_of(root: yaml.Node, where: str) -> dict[KeyPath, int]:
                 visit(key, here, {}, depth + 1)
                 visit(child, here, lines, depth + 1)
 
-    visit(root, (), found, 0)
-    return found
+    visit(root, (), places, 0)
+    return places

@@ -149,7 +149,7 @@ MISTAKES = (
             "Prefetcher(self._produce, start_step,", "Prefetcher(self._produce, max(0, start_step - 1),",
             DATA + "loader.py::test_resuming_continues_with_the_same_batches_under_another_layout"),
     Mistake("validation is trained on", "data/text/held_out.py",
-            "found == PARTS.index(part))", '(found == PARTS.index(part)) | (part == "train"))',
+            "numbers == PARTS.index(part))", '(numbers == PARTS.index(part)) | (part == "train"))',
             DATA + "corpus.py::test_build_keeps_held_out_documents_out_of_training"),
     Mistake("damage behind a stream is the end of a file", "data/text/file_types.py",
             "io.BufferedReader(_Streams(file, bz2.BZ2Decompressor))", "bz2.BZ2File(file)",

@@ -195,12 +195,12 @@ def _unexplained(report: VerificationReport) -> str:
 def _verdict(report: VerificationReport) -> str:
     number = _numbers(report, report.checks)
     errata = number["errata"]
-    found = f"{errata} disagreements are errata"
+    known = f"{errata} disagreements are errata"
     if errata == 1:
-        found = "1 disagreement is an erratum"
+        known = "1 disagreement is an erratum"
     text = (
         f"{number['agree']} recomputed values agree, {number['settings']} settings are what texts and public "
-        f"scripts say, {found}, {number['not checkable']} cannot be checked ({number['cells']} entries of "
+        f"scripts say, {known}, {number['not checkable']} cannot be checked ({number['cells']} entries of "
         "the recipe files are consistent with their own printed lines, which proves no number)"
     )
     if report.passed:

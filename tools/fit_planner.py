@@ -45,9 +45,9 @@ def main() -> None:
     cases = csv_cases.published_cases()
     if args.refit:
         fitting.refit(cases)
-    found = validation.validate(cases)
+    validated = validation.validate(cases)
     width = terminal.columns()
-    print(validation.describe(found, verbose=args.verbose, width=width))
+    print(validation.describe(validated, verbose=args.verbose, width=width))
 
 
 if __name__ == "__main__":

@@ -70,10 +70,10 @@ def gather(
             file = open(directory / f"{name}.array", "wb")  # noqa: SIM115 - closed with the others
             files[name] = stack.enter_context(file)
         for number in range(count):
-            found = chunk_file.read_arrays(chunks, number, [*_COLUMNS])
-            starts.append(starts[-1] + len(found["files"]))
+            columns = chunk_file.read_arrays(chunks, number, [*_COLUMNS])
+            starts.append(starts[-1] + len(columns["files"]))
             for name, file in files.items():
-                found[name].tofile(file)
+                columns[name].tofile(file)
     assert starts[-1] == documents, (starts[-1], documents)
     arrays = {}
     for name, dtype in _COLUMNS.items():

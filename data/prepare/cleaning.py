@@ -141,9 +141,9 @@ def _repair_line(line: str, in_markup: bool) -> str:
 
 def _is_bad(line: str) -> bool:
     """Tell whether a line may contain mojibake: true wherever `is_bad(line)` is."""
-    found = (run.span() for run in _OUTSIDE_ASCII_RUN.finditer(line))
+    spans = (run.span() for run in _OUTSIDE_ASCII_RUN.finditer(line))
     return is_bad(
-        "\n".join([line[max(0, start - REACH) : end + REACH] for start, end in found])
+        "\n".join([line[max(0, start - REACH) : end + REACH] for start, end in spans])
     )
 
 

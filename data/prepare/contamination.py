@@ -45,10 +45,10 @@ class Evaluation:
     def matches(self, words: Words) -> list[tuple[str, str] | None]:
         """Return for each text (evaluation file, first common run of words), or None."""
         hashes, first, last = passages(words, self.n)
-        found: list[tuple[str, str] | None] = [None] * (len(words.offsets) - 1)
+        common: list[tuple[str, str] | None] = [None] * (len(words.offsets) - 1)
         likely = np.flatnonzero(self.filter[hashes >> np.uint64(64 - _FILTER_BITS)])
         if not likely.size:
-            return found
+            return common
         places = np.searchsorted(self.hashes, hashes[likely])
         places[places == len(self.hashes)] = 0
         hit = self.hashes[places] == hashes[likely]
@@ -57,8 +57,8 @@ class Evaluation:
         texts = np.searchsorted(words.offsets, first[likely], side="right") - 1
         for k in np.unique(texts, return_index=True)[1].tolist():
             passage = words.between(int(first[likely[k]]), int(last[likely[k]]))
-            found[texts[k]] = (self.files[self.file[places[k]]], passage)
-        return found
+            common[texts[k]] = (self.files[self.file[places[k]]], passage)
+        return common
 
 
 def read_evaluation(paths: Sequence[str], n: int, repaired: bool = True) -> Evaluation:
@@ -77,14 +77,14 @@ def read_evaluation(paths: Sequence[str], n: int, repaired: bool = True) -> Eval
         for some in group_items(_strings(Path(path)), lambda text: 1, _TEXTS_AT_ONCE):
             read = [repair(text) for text in some] if repaired else some
             words = words_of(read)
-            found, first, _ = passages(words, n)
+            ngrams, first, _ = passages(words, n)
             texts += len(some)
             too_short += len(some) - len(
                 np.unique(np.searchsorted(words.offsets, first, side="right"))
             )
-            hashes.append(found)
-            file.append(np.full(len(found), number, dtype=np.int32))
-        if not any(found.size for found in hashes[before:]):
+            hashes.append(ngrams)
+            file.append(np.full(len(ngrams), number, dtype=np.int32))
+        if not any(ngrams.size for ngrams in hashes[before:]):
             fix = "leave it out, or give a smaller --ngram"
             raise ValueError(
                 f"--decontaminate {path}: no text in it has {n} words: {fix}"

@@ -106,10 +106,10 @@ class Inputs:
             if problem:
                 refused.append(Problem("data.name", *problem))
                 continue
-            if own == "text" and (found := looks_like(path)):
-                way = f"give --source {found[1]}" if found[1] else way_from(found[0])
+            if own == "text" and (likely := looks_like(path)):
+                way = f"give --source {likely[1]}" if likely[1] else way_from(likely[0])
                 warnings.append(
-                    f"{path} looks like {found[0]} and is read as plain text: {way}"
+                    f"{path} looks like {likely[0]} and is read as plain text: {way}"
                 )
             return warnings
         if refused:

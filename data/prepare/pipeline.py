@@ -192,11 +192,11 @@ def assemble_result(
         raise PreparationFailed(f"{damage}: {again}", exit_code=1) from damage
     share = store["unknown_tokens"] / store["tokens"]
     if share > MOST_UNKNOWN:
-        found = f"{share:.1%} of the tokens are {vocabulary.unk_token}"
+        came = f"{share:.1%} of the tokens are {vocabulary.unk_token}"
         why = "characters that the vocabulary lacks, or words of more than 100"
         warnings = [
             *warnings,
-            f"{found}, {why}: give a vocabulary of the text's language",
+            f"{came}, {why}: give a vocabulary of the text's language",
         ]
     save_tokenizer(vocabulary, result / space.tokenizer.name)
     digest = vocabulary_digest(vocabulary)
@@ -317,10 +317,10 @@ def tally_of_all(plan: WorkPlan, chunks: int) -> Tally:
 
 def check_broken(tally: Tally, most: float, chunks: Path, count: int) -> None:
     """Check that at most the share `most` of the records is broken. Raises PreparationFailed."""
-    found = report.broken_summary(tally)
-    if found["share"] <= most:
+    broken = report.broken_summary(tally)
+    if broken["share"] <= most:
         return
-    records = f"{tally.broken:,} of {tally.records:,} records are broken ({found['share']:.2%})"
+    records = f"{tally.broken:,} of {tally.records:,} records are broken ({broken['share']:.2%})"
     present = (
         number
         for number in range(count)
@@ -337,7 +337,7 @@ def check_broken(tally: Tally, most: float, chunks: Path, count: int) -> None:
         f"{records}, more than --max_broken {most} ({most:.2%}); nothing is published",
         *(
             f"  {kind}: {f['records']:,} ({f['share']:.2%})"
-            for kind, f in found["reasons"].items()
+            for kind, f in broken["reasons"].items()
         ),
         "the first ones",
         *(
@@ -448,8 +448,8 @@ def describe(
     vocabulary = {**settings.tokenizer.model_dump(), **size, "digest": digest}
     decontamination = evaluation and {
         "files": [
-            {"name": name, "sha256": found}
-            for name, found in manifest["evaluation"].items()
+            {"name": name, "sha256": sha256}
+            for name, sha256 in manifest["evaluation"].items()
         ],
         "ngram": evaluation.n,
         "texts": evaluation.texts,

@@ -52,12 +52,12 @@ def manifest_digest(manifest: Mapping[str, Any]) -> str:
 
 def describe_outputs(directory: Path) -> dict[str, dict[str, Any]]:
     """Return size and SHA-256 of every file in `directory`, by its relative path."""
-    found = {}
+    outputs = {}
     for path in sorted(directory.rglob("*")):
         if path.is_file():
             name = str(path.relative_to(directory))
-            found[name] = {"bytes": path.stat().st_size, "sha256": file_digest(path)}
-    return found
+            outputs[name] = {"bytes": path.stat().st_size, "sha256": file_digest(path)}
+    return outputs
 
 
 def broken_summary(tally: Tally) -> dict[str, Any]:
@@ -175,13 +175,14 @@ def _store(report: dict[str, Any]) -> list[str]:
         lines.append(
             f"duplicates  {bands} {chance}; {dedup['pairs_compared']:,} pairs compared"
         )
-    found = report["decontamination"]
-    if found:
-        short = f"{found['texts_too_short']:,} have fewer than {found['ngram']} words and are not looked for"
-        lines.append(f"evaluation  {found['texts']:,} texts; {short}")
+    evaluation = report["decontamination"]
+    if evaluation:
+        few = f"{evaluation['texts_too_short']:,} have fewer than {evaluation['ngram']} words"
+        texts = f"{evaluation['texts']:,} texts; {few} and are not looked for"
+        lines.append(f"evaluation  {texts}")
         lines += [
             f"            {file['name']} SHA-256 {file['sha256']}"
-            for file in found["files"]
+            for file in evaluation["files"]
         ]
     return lines
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import shlex
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, Literal
 
@@ -141,7 +142,7 @@ class Settings:
     )
 
     def __post_init__(self) -> None:
-        problems = self._problems()
+        problems = list(self._problems())
         if problems:
             raise ProblemsError(problems)
 
@@ -165,45 +166,34 @@ class Settings:
             "decontaminate": list(self.decontaminate),
         }
 
-    def _problems(self) -> list[Problem]:
-        found = []
+    def _problems(self) -> Iterator[Problem]:
         kind = self.tokenizer.kind
         size = self.vocab_size
         tokenizer = f"--tokenizer {kind}"
         vocabulary = f"--vocab_size {size}"
         if kind in TRAINED and size is None:
             rule = f"{tokenizer} needs --vocab_size"
-            found.append(
-                Problem(
-                    "--vocab_size",
-                    rule,
-                    fix="give the number of tokens to train, e.g. 8192",
-                )
+            yield Problem(
+                "--vocab_size",
+                rule,
+                fix="give the number of tokens to train, e.g. 8192",
             )
         if kind == "trained_bpe" and size is not None and size < SMALLEST_BPE:
             rule = f"{tokenizer} begins with 256 bytes and the end-of-document token"
-            found.append(
-                Problem(
-                    "--vocab_size", vocabulary, rule, f"give {SMALLEST_BPE} or more"
-                )
+            yield Problem(
+                "--vocab_size", vocabulary, rule, f"give {SMALLEST_BPE} or more"
             )
         if kind not in TRAINED and size is not None:
             rule = f"{tokenizer} has a size already"
-            found.append(
-                Problem("--vocab_size", vocabulary, rule, "leave --vocab_size out")
-            )
+            yield Problem("--vocab_size", vocabulary, rule, "leave --vocab_size out")
         if kind == "store":
             fix = "to use another store's, give --tokenizer file:STORE/tokenizer"
-            found.append(
-                Problem("--tokenizer", tokenizer, "a store is being made", fix)
-            )
+            yield Problem("--tokenizer", tokenizer, "a store is being made", fix)
         if self.samples == "bert" and kind in ("gpt2", "trained_bpe"):
             came = f"--samples bert with {tokenizer}"
             rule = "it lacks [CLS], [SEP], [MASK]"
-            found.append(
-                Problem(
-                    "--tokenizer", came, rule, "give bert_uncased or trained_wordpiece"
-                )
+            yield Problem(
+                "--tokenizer", came, rule, "give bert_uncased or trained_wordpiece"
             )
         for field in options():
             value = getattr(self, field.name)
@@ -214,8 +204,7 @@ class Settings:
             ):
                 flag = f"--{field.name}"
                 fix = f"give a number from {shown.least} to {shown.most}"
-                found.append(Problem(flag, f"{flag} {value}", fix=fix))
-        return found
+                yield Problem(flag, f"{flag} {value}", fix=fix)
 
 
 def options() -> list[dataclasses.Field[Any]]:

@@ -214,9 +214,9 @@ def sign(
     marks: list[np.ndarray] = []
     sets: list[np.ndarray] = []
     for words in documents.words:
-        rows, found = signatures(words, shingle, permutations, seed)
+        rows, shingles = signatures(words, shingle, permutations, seed)
         marks += [*rows]
-        sets += found
+        sets += shingles
     return replace(documents, marks=marks, sets=sets)
 
 

@@ -75,7 +75,7 @@ def training_texts(settings: Settings, inputs: Inputs) -> Iterator[str]:
         seen = ", ".join(
             f"{count:,} {language}" for language, count in others.most_common(3)
         )
-        found = (
+        why = (
             f"of {others.total():,} documents none is in it with certainty: {seen}"
             if seen
             else "no text"
@@ -84,7 +84,7 @@ def training_texts(settings: Settings, inputs: Inputs) -> Iterator[str]:
             f"--language {settings.language} with --tokenizer {settings.tokenizer.kind}"
         )
         fix = "give the language of the text, or none to keep all"
-        raise ProblemsError.of("--language", came, f"nothing to train on: {found}", fix)
+        raise ProblemsError.of("--language", came, f"nothing to train on: {why}", fix)
 
 
 def _make(settings: Settings, inputs: Inputs, say: Say) -> PreTrainedTokenizerFast:

@@ -380,10 +380,10 @@ class BertSamples(StoredSamples):
     def _other(self, rng: Generator, chunk: int, wanted: int) -> np.ndarray:
         """Take sentences of another document from a random chunk on, until they have `wanted` tokens."""
         own_first, own_end = self._chunks.of_same_document(chunk)
-        found = int(rng.integers(len(self._chunks) - (own_end - own_first)))
-        found += (own_end - own_first) if found >= own_first else 0
-        start = int(self._chunks.starts[found])
-        last = self._chunks.of_same_document(found)[1] - 1
+        other = int(rng.integers(len(self._chunks) - (own_end - own_first)))
+        other += (own_end - own_first) if other >= own_first else 0
+        start = int(self._chunks.starts[other])
+        last = self._chunks.of_same_document(other)[1] - 1
         document_end = int(self._chunks.starts[last]) + int(self._chunks.lengths[last])
         # A document ends where a sentence does: the next border is not beyond it.
         size = self._store.dtype.itemsize

@@ -56,8 +56,8 @@ class BlendedSamples:
         self._counts = largest_remainder(weights, BLOCK)
         if (self._counts == 0).any():
             smallest = int(np.argmin(weights))
-            found = f": part {smallest + 1} has weight {weights[smallest]} of {sum(weights)}"
-            came = (Key("data.blend"), found)
+            smallest_part = f": part {smallest + 1} has weight {weights[smallest]} of {sum(weights)}"
+            came = (Key("data.blend"), smallest_part)
             rule = f"that is less than one sample in {BLOCK}"
             raise ProblemsError.of(
                 "data.blend", came, rule, "give it more weight or leave it out"
@@ -111,16 +111,16 @@ class BlendedSamples:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a `state`. Raises ProblemsError: it is of a blend with other parts."""
-        found = state["parts"] if isinstance(state.get("parts"), list) else []
+        states = state["parts"] if isinstance(state.get("parts"), list) else []
         places = [
-            part.get("position") if isinstance(part, dict) else None for part in found
+            part.get("position") if isinstance(part, dict) else None for part in states
         ]
         before = self._before(state["position"])
         if places != before:
-            was = f"the checkpoint read a blend of {len(found)} parts, at {str(places)[:100]}, and "
+            was = f"the checkpoint read a blend of {len(states)} parts, at {str(places)[:100]}, and "
             came = (was, Key("data.blend"), f" has {len(self._parts)}, at {before}")
             raise ProblemsError.of("data.blend", came, fix="resume with the same blend")
-        for part, saved in zip(self._parts, found, strict=True):
+        for part, saved in zip(self._parts, states, strict=True):
             part.restore(saved)
 
     def fresh(self) -> BlendedSamples:

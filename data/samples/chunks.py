@@ -62,7 +62,7 @@ class Chunks:
 
 def build_chunks(store: Store, documents: np.ndarray, lengths: Lengths) -> Chunks:
     """Cut `documents` (D,) int64, ascending, into chunks; a document without tokens has none."""
-    found = []
+    cuts = []
     # Blocks of the store's documents, chosen or not: they bound the memory for sentences.
     end = documents[-1] + 1 if len(documents) else 0
     spans = np.arange(0, end, _BLOCK)
@@ -70,11 +70,9 @@ def build_chunks(store: Store, documents: np.ndarray, lengths: Lengths) -> Chunk
         first = store.document_index[block]
         last = store.document_index[block + 1]
         edges = store.sequence_starts(np.arange(first[0], last[-1] + 1))
-        found.append(_cut(edges, first - first[0], last - first[0], block, lengths))
-    found = found or [(np.empty(0, np.int64),) * 3]
-    counts, starts, sizes = (
-        np.concatenate(parts) for parts in zip(*found, strict=True)
-    )
+        cuts.append(_cut(edges, first - first[0], last - first[0], block, lengths))
+    cuts = cuts or [(np.empty(0, np.int64),) * 3]
+    counts, starts, sizes = (np.concatenate(parts) for parts in zip(*cuts, strict=True))
     filled = counts > 0
     return Chunks(
         documents[filled],

@@ -61,11 +61,11 @@ class GptLane(Lane):
 
     def _fill(self) -> None:
         while self._buffered < self._offset + self._length + 1:
-            found = next(self._encoded, None)
-            if found is None:
+            encoded = next(self._encoded, None)
+            if encoded is None:
                 self._open_next_epoch("have ", *too_short(self._buffered, self._length))
                 continue
-            document, ids = found
+            document, ids = encoded
             self._pending.append((document.place, ids))
             self._buffered += ids.size
 

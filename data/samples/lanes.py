@@ -141,8 +141,8 @@ class LaneReader:
             start = place.record if turn == place.turn else 0
             for document in self.source.shard_documents(files[turn], start):
                 if self.is_training(document.index):
-                    found = LanePlace(place.epoch, turn, document.index, place.wide)
-                    yield PlacedDocument(found, document.text)
+                    here = LanePlace(place.epoch, turn, document.index, place.wide)
+                    yield PlacedDocument(here, document.text)
 
 
 class Lane(ABC):

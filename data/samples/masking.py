@@ -95,7 +95,7 @@ def choose(
     lengths = (chances.searchsorted(rng.random(min(budget, len(order)))) + 1).tolist()
     taken = bytearray((~usable).tobytes())  # 1: chosen or not usable
     ends = borders.tolist()
-    found: list[tuple[int, int]] = []
+    spans: list[tuple[int, int]] = []
     # where n-grams no longer fit, single words fill the budget
     for wanted in (lengths, [1] * budget):
         numbers = iter(wanted)
@@ -112,9 +112,9 @@ def choose(
                 continue
             taken[word:end] = b"\1" * (end - word)
             budget -= ends[end] - ends[word]
-            found.append((word, end - word))
+            spans.append((word, end - word))
             number = next(numbers, 0)
-    return found
+    return spans
 
 
 def mask(

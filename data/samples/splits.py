@@ -119,6 +119,6 @@ def token_counts(
     for start in (
         spread(blocks, COUNTED_TOKENS // _COUNTED_AT_ONCE) * _COUNTED_AT_ONCE
     ).tolist():
-        found = read(start, min(start + _COUNTED_AT_ONCE, tokens))
-        counts += np.bincount(found, minlength=vocab_size)
+        part = read(start, min(start + _COUNTED_AT_ONCE, tokens))
+        counts += np.bincount(part, minlength=vocab_size)
     return counts

@@ -134,10 +134,10 @@ def read_head(
                 yield placed  # other documents are not tokenized
             elif trained_enough and all(split.full for split in held.values()):
                 return
-            found = ", ".join(
+            progress = ", ".join(
                 f"{h.found:,} of {h.wanted:,} {n} samples" for n, h in held.items()
             )
-            tell(f"{source.name}: {found} after {documents:,} documents")
+            tell(f"{source.name}: {progress} after {documents:,} documents")
 
     for placed, encoded in family.encoder(origin, _HEAD_BATCH_CHARACTERS)(needed()):
         name = part(placed.index)

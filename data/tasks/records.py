@@ -64,8 +64,8 @@ def read_split(facts: TaskFacts, split: str, path: str | None) -> Split:
     needed = (*facts.texts, *([] if test else ["label"]))
     try:
         load = partial(datasets.load_dataset, *facts.hub, split=there)
-        found = _local(path) if path else load()
-        found = _in_our_fields(facts, found, needed)
+        examples = _local(path) if path else load()
+        examples = _in_our_fields(facts, examples, needed)
     except ProblemsError:
         raise
     except Exception as error:  # of networks, files and formats: each has its own
@@ -76,7 +76,7 @@ def read_split(facts: TaskFacts, split: str, path: str | None) -> Split:
         raise refused(f"cannot be read: {said}", fix) from None
     rows = list[dict[str, Any]]()
     wrong = list[str]()
-    for number, record in enumerate(found):
+    for number, record in enumerate(examples):
         if test or all(str(record[name] or "").strip() for name in needed):
             row = {"id": str(number), "label": None, **record}
             hidden = test and row["label"] in (None, "", str(HIDDEN))
@@ -88,7 +88,7 @@ def read_split(facts: TaskFacts, split: str, path: str | None) -> Split:
         raise refused(rule, "correct them, or take them out of the file")
     if not rows:
         raise refused("holds no complete record", f"give {KINDS}")
-    return Split(split, Dataset.from_list(rows), len(found) - len(rows))
+    return Split(split, Dataset.from_list(rows), len(examples) - len(rows))
 
 
 def _refused(key: str, where: str, rule: str, fix: str) -> ProblemsError:
@@ -159,20 +159,20 @@ def _columns(answers: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     return columns
 
 
-def _in_our_fields(facts: TaskFacts, found: Dataset, needed: Sequence[str]) -> Dataset:
+def _in_our_fields(facts: TaskFacts, rows: Dataset, needed: Sequence[str]) -> Dataset:
     """Take the columns of the task under our names, in its types. Raises ValueError: it lacks `needed` ones."""
     features: dict[str, Any] = dict.fromkeys(("id", *facts.texts, "label"), TEXT)
     features |= {"options": List(TEXT, length=4)} if facts.head == "choice" else {}
     features |= {"label": ANSWERS} if facts.head == "span" else {}
     for theirs, ours in COLUMNS.items():
-        names = found.column_names
+        names = rows.column_names
         if theirs in names and theirs not in features and ours not in names:
-            found = found.rename_column(theirs, ours)
-    lacking = [name for name in needed if name not in found.column_names]
+            rows = rows.rename_column(theirs, ours)
+    lacking = [name for name in needed if name not in rows.column_names]
     if lacking:
         raise ValueError(f"of {', '.join(needed)} it lacks {', '.join(lacking)}")
-    features = {name: features[name] for name in found.column_names if name in features}
-    return found.select_columns(list(features)).cast(Features(features))
+    features = {name: features[name] for name in rows.column_names if name in features}
+    return rows.select_columns(list(features)).cast(Features(features))
 
 
 def _fault(facts: TaskFacts, row: dict[str, Any]) -> str:

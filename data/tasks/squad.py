@@ -206,10 +206,10 @@ def means(scores: np.ndarray) -> dict[str, float]:
     parts = {"": scores}
     if answerable.any() and not answerable.all():
         parts |= {"has_answer_": scores[answerable], "no_answer_": scores[~answerable]}
-    found = {}
+    mean = {}
     for prefix, part in parts.items():
-        found[f"{prefix}exact"], found[f"{prefix}f1"] = part[:, :2].mean(0).tolist()
-    return found
+        mean[f"{prefix}exact"], mean[f"{prefix}f1"] = part[:, :2].mean(0).tolist()
+    return mean
 
 
 def best_threshold(scores: np.ndarray, odds: np.ndarray) -> float:

@@ -38,9 +38,8 @@ def sentences_of(text: str, how: Ends) -> list[str]:
         pieces = text.split("\n")
     else:
         assert how == "split", how
-        found = sentencex.segment(LANGUAGE, text)
         pieces = []
-        for sentence in found:
+        for sentence in sentencex.segment(LANGUAGE, text):
             if len(sentence) > LONG_SENTENCE:
                 pieces += sentence.split("\n")
             else:
@@ -188,11 +187,11 @@ class Encoder:
         """
         texts = [sentence for document in documents for sentence in document]
         batches = group_items(texts, len, self._batch_characters)
-        tokens = (found for batch in batches for found in self._tokens(batch, []))
+        tokens = (ids for batch in batches for ids in self._tokens(batch, []))
         encoded = []
         for document in documents:
             of_sentences = itertools.islice(tokens, len(document))
-            encoded.append([found for found in of_sentences if found.size])
+            encoded.append([ids for ids in of_sentences if ids.size])
         return encoded
 
     def _tokens(self, texts: list[str], end: list[int]) -> Iterator[np.ndarray]:
@@ -222,12 +221,12 @@ class Encoder:
         splitter = self._backend.pre_tokenizer
         if normalizer:
             text = normalizer.normalize_str(text)
-        found = {*text}
+        characters = {*text}
         if splitter:
-            found.clear()
+            characters.clear()
             for piece, _ in splitter.pre_tokenize_str(text):
-                found.update(piece)
-        lost = sorted(found - alphabet)
+                characters.update(piece)
+        lost = sorted(characters - alphabet)
         if lost:
             shown = some([*map(repr, lost)], 8)
             came = f"the vocabulary would lose {shown}"

@@ -141,9 +141,9 @@ def type_of(path: Path) -> tuple[str, str | None]:
     """
     try:
         head = _head(path)
-        found = _shown_type(path, head)
-        if found:
-            return found
+        shown = _shown_type(path, head)
+        if shown:
+            return shown
         codecs.getincrementaldecoder("utf-8")().decode(head)
     except UnicodeDecodeError:
         return _NOT_UTF8, None

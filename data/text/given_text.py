@@ -177,8 +177,8 @@ def _first_records(file: Path) -> list[dict[str, Any]]:
             for batch in opened.iter_batches(_RECORDS):
                 return batch.to_pylist()  # type: ignore[no-any-return]  # pyarrow has no types
         return []
-    found = []
+    records = []
     for line in islice(JsonlFormat().records(file), _RECORDS):
         with suppress(ValueError, RecursionError):
-            found.append(json.loads(getattr(line, "payload", "")))
-    return [record for record in found if isinstance(record, dict)]
+            records.append(json.loads(getattr(line, "payload", "")))
+    return [record for record in records if isinstance(record, dict)]

@@ -55,13 +55,13 @@ def parts(
     assert validation_every >= 2 and (test_every is None or test_every >= 2), (
         "the schema refuses 1"
     )
-    found = np.asarray(indices % validation_every == validation_every - 1, np.uint8)
+    numbers = np.asarray(indices % validation_every == validation_every - 1, np.uint8)
     if test_every is not None:
         # Counting what validation leaves, and not all documents, keeps 1/test_every of it whatever divisors
         # the two have in common.
         left_before = indices - indices // validation_every
-        found[(found == 0) & (left_before % test_every == 0)] = PARTS.index("test")
-    return found
+        numbers[(numbers == 0) & (left_before % test_every == 0)] = PARTS.index("test")
+    return numbers
 
 
 def documents_of(
@@ -70,8 +70,8 @@ def documents_of(
     """Return the indices (N,) int64, ascending, of one part's documents among `documents` documents."""
     import numpy as np
 
-    found = parts(np.arange(documents, dtype=np.int64), validation_every, test_every)
-    return np.flatnonzero(found == PARTS.index(part))
+    numbers = parts(np.arange(documents, dtype=np.int64), validation_every, test_every)
+    return np.flatnonzero(numbers == PARTS.index(part))
 
 
 class EndHeldOut:
@@ -156,12 +156,12 @@ def with_held_out_text(recipe: Recipe, source: Source) -> Source:
     if not source.finite:
         return source
     parts = {"validation", "test"} if data.test_every else {"validation"}
-    found = Counter[str]()
+    characters = Counter[str]()
     for document in source.documents():
-        found[part_of(document.index, data.validation_every, data.test_every)] += len(
-            document.text
+        characters[part_of(document.index, data.validation_every, data.test_every)] += (
+            len(document.text)
         )
-        if found["train"] and all(found[part] >= wanted for part in parts):
+        if characters["train"] and all(characters[part] >= wanted for part in parts):
             return source
     return EndHeldOut(source, wanted, data.validation_every, data.test_every)
 

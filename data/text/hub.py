@@ -131,9 +131,9 @@ class HubSource:
         return self._documents(self._records(open_shard, where, start))
 
     def _documents(
-        self, found: Iterator[RawRecord | BrokenRecord]
+        self, records: Iterator[RawRecord | BrokenRecord]
     ) -> Iterator[Document]:
-        for record in found:
+        for record in records:
             if isinstance(record, BrokenRecord):
                 skip_or_refuse(
                     f"{record.file}, document {record.number - 1}", record, self.skipped
@@ -152,12 +152,12 @@ class HubSource:
             return iter(stream)
 
         for number, record in enumerate(self._with_retries(read), start + 1):
-            found = field_text(record, self.text_column, RawRecord(where, number, ""))
-            if isinstance(found, BrokenRecord):
+            parsed = field_text(record, self.text_column, RawRecord(where, number, ""))
+            if isinstance(parsed, BrokenRecord):
                 payload = json.dumps(record, ensure_ascii=False, default=str)
-                yield broken_record(where, number, found.kind, found.detail, payload)
+                yield broken_record(where, number, parsed.kind, parsed.detail, payload)
             else:
-                yield RawRecord(where, number, found or "")
+                yield RawRecord(where, number, parsed or "")
 
     def _open(self) -> Any:
         """Return the dataset, opened once: asking the hub for its files takes seconds."""
@@ -232,13 +232,13 @@ def _status(error: BaseException) -> int | None:
     """Return the HTTP status of an error or of one of its causes; None without one."""
     for cause in _chain(error):
         # httpx, requests and huggingface_hub keep the response, aiohttp the number.
-        found = getattr(
+        status = getattr(
             getattr(cause, "response", cause),
             "status_code",
             getattr(cause, "status", None),
         )
-        if isinstance(found, int):
-            return found
+        if isinstance(status, int):
+            return status
     return None
 
 

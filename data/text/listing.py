@@ -45,17 +45,17 @@ def find(path: Path, say: Say) -> list[FoundFile]:
     return FOUND[key]
 
 
-def splits_of(found: Sequence[FoundFile]) -> dict[str, Path]:
+def splits_of(listed: Sequence[FoundFile]) -> dict[str, Path]:
     """Return the splits that most files are named as, with a file of each; {}: not training's and another's.
 
     It is a word of a file's name, or else of its nearest directory with one.
     """
-    folders = [str(file.path.parent) for file in found]
+    folders = [str(file.path.parent) for file in listed]
     top = len(os.path.commonpath(folders))
     splits: dict[str, Path] = {}
     trained = set()
     named = 0
-    for file in found:
+    for file in listed:
         below = str(file.path)[top:]
         words = [*_SPLIT.finditer(below)]
         if words:
@@ -63,14 +63,14 @@ def splits_of(found: Sequence[FoundFile]) -> dict[str, Path]:
             named += 1
             splits.setdefault(word[0], file.path)
             trained.add(bool(word[1]))
-    if len(trained) < 2 or named <= len(found) / 2:
+    if len(trained) < 2 or named <= len(listed) / 2:
         return {}
     return splits
 
 
 def _look_up(path: Path, say: Say) -> list[FoundFile]:
     """Return the files of a path under all their names."""
-    found = []
+    listed = []
     strange = []
     tell = now_and_then(say)
     pattern = str(path)
@@ -83,26 +83,26 @@ def _look_up(path: Path, say: Say) -> list[FoundFile]:
             facts = os.stat(name)
             mode = facts.st_mode
         if stat.S_ISREG(mode):
-            found.append(FoundFile(Path(name), VERSION(facts)))
+            listed.append(FoundFile(Path(name), VERSION(facts)))
         elif not stat.S_ISDIR(mode):
             strange.append(name)
-        tell(f"{path}: {len(found):,} files so far")
-    files.check_names("data.name", [file.path for file in found])
+        tell(f"{path}: {len(listed):,} files so far")
+    files.check_names("data.name", [file.path for file in listed])
     if strange:
         came = f"{some(sorted(strange))}: no ordinary file (a pipe, a device, or a link to nothing)"
         rule = "sources are read several times"
         raise ProblemsError.of(
             "data.name", came, rule, "save it as a file, or leave it out"
         )
-    return sorted(found, key=lambda file: str(file.path))
+    return sorted(listed, key=lambda file: str(file.path))
 
 
-def _each_once(path: Path, found: list[FoundFile], say: Say) -> list[FoundFile]:
+def _each_once(path: Path, listed: list[FoundFile], say: Say) -> list[FoundFile]:
     """Leave out other names, backups and compressed copies of a file that is among the others."""
-    there = {str(file.path) for file in found}
+    there = {str(file.path) for file in listed}
     kept = dict[tuple[int, ...], FoundFile]()
     others = []
-    for file in found:
+    for file in listed:
         name = str(file.path)
         original = _COPY.sub("", name)
         copied = original != name and original in there

@@ -134,9 +134,9 @@ class RecordFormat:
 
     def framed(self, path: Path, start: int) -> Iterator[RawRecord | BrokenRecord]:
         """Do what `frame` does, for a file of this type."""
-        found = self.records(path)
-        first = next(found, None) or broken_record(path, 1, "empty file")
-        return islice(chain([first], found), start, None)
+        records = self.records(path)
+        first = next(records, None) or broken_record(path, 1, "empty file")
+        return islice(chain([first], records), start, None)
 
     def parse(self, raw: RawRecord) -> str | BrokenRecord | None:
         """Return the document's text; None where the record is no document (it is empty)."""
@@ -274,19 +274,19 @@ class SkippedRecords:
     def __init__(self) -> None:
         self._found: set[str] = set()
 
-    def add(self, where: str, found: BrokenRecord) -> None:
+    def add(self, where: str, record: BrokenRecord) -> None:
         if len(self._found) < self.MOST:
-            self._found.add(f"{where}: {found.kind}")
+            self._found.add(f"{where}: {record.kind}")
 
     def found(self) -> list[str]:
         """List place and kind of each record."""
         return sorted(self._found.copy())  # a loader's thread may be adding
 
     @staticmethod
-    def describe(found: Sequence[str]) -> str:
+    def describe(left_out: Sequence[str]) -> str:
         """Tell how many records were left out, and name the first."""
-        least = "at least " if len(found) >= SkippedRecords.MOST else ""
-        return f"{least}{counted(len(found), 'broken record')} left out ({some(found)})"
+        least = "at least " if len(left_out) >= SkippedRecords.MOST else ""
+        return f"{least}{counted(len(left_out), 'broken record')} left out ({some(left_out)})"
 
 
 class Source(Protocol):
@@ -336,22 +336,22 @@ def read_strictly(
                 file.check_unchanged()
             if index < start:
                 continue
-            found = raw if isinstance(raw, BrokenRecord) else format.parse(raw)
-            if isinstance(found, BrokenRecord):
+            parsed = raw if isinstance(raw, BrokenRecord) else format.parse(raw)
+            if isinstance(parsed, BrokenRecord):
                 file.check_unchanged()
-                skip_or_refuse(f"{found.file}:{found.number}", found, skipped)
-            elif found:
-                yield Document(index, found)
+                skip_or_refuse(f"{parsed.file}:{parsed.number}", parsed, skipped)
+            elif parsed:
+                yield Document(index, parsed)
         file.check_unchanged()
         first = index + 1
 
 
 def skip_or_refuse(
-    where: str, found: BrokenRecord, skipped: SkippedRecords | None
+    where: str, record: BrokenRecord, skipped: SkippedRecords | None
 ) -> None:
     """Give a broken record to `skipped`; raises ProblemsError without one."""
     if skipped is not None:
-        skipped.add(where, found)
+        skipped.add(where, record)
         return
     leave_out = Setting("data.broken_records", "skip")
     fix = (
@@ -359,4 +359,4 @@ def skip_or_refuse(
         leave_out,
         ", or keep them aside by launch/prepare_data.py",
     )
-    raise ProblemsError.of("data.name", f"{where}: {found.kind}", found.detail, fix)
+    raise ProblemsError.of("data.name", f"{where}: {record.kind}", record.detail, fix)

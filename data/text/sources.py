@@ -66,7 +66,7 @@ def files_of(origin: Origin, say: Say = quiet) -> list[FoundFile]:
     from data.text import listing
 
     named = Setting("data.name", origin.name)
-    path, found = named_path(origin)
+    path, exists = named_path(origin)
     paths = listing.find(path, say)
     if path.is_dir() and any(file.path.suffix == ".arrow" for file in paths):
         rule = f"it is a directory with {ARROW}"
@@ -75,7 +75,7 @@ def files_of(origin: Origin, say: Say = quiet) -> list[FoundFile]:
         fix = f"give the path or a glob of {origin.source} files"
         rule = (
             "the directory holds no file"
-            if found
+            if exists
             else f"no such file (seen from {Path.cwd()})"
         )
         raise ProblemsError.of("data.name", named, rule, fix)
@@ -200,9 +200,9 @@ def find_package(package: str) -> Path | None:
 
 def package_directory(package: str, needed_for: Words) -> Path:
     """Return the directory of a required package. Raises ProblemsError: it is not installed."""
-    found = find_package(package)
-    if found:
-        return found
+    directory = find_package(package)
+    if directory:
+        return directory
     came = (needed_for, f" needs the package {package}")
     raise ProblemsError.of(
         "", came, fix=f"pip install -r requirements.txt, or {package} alone"

@@ -176,14 +176,14 @@ def train_wordpiece(texts: Iterable[str], size: int) -> Tokenizer:
     use_all_cores()
     vocabulary = _wordpiece(held, template, counts, size)
     if len(vocabulary) != size:
-        found = len(vocabulary)
+        reached = len(vocabulary)
         # a smaller vocabulary has fewer characters, and yields fewer tokens
         for _ in range(MOST_TRIES):
-            smaller = len(_wordpiece(held, template, counts, found))
-            if smaller == found:
+            smaller = len(_wordpiece(held, template, counts, reached))
+            if smaller == reached:
                 break
-            found = smaller
-        _check_size(found, size)
+            reached = smaller
+        _check_size(reached, size)
     return wordpiece_backend(vocabulary, lowercase=True)
 
 
@@ -234,8 +234,8 @@ def _with_letters(
     raw.normalizer = template.normalizer
     raw.pre_tokenizer = template.pre_tokenizer
     raw.train_from_iterator(held, trainer)
-    found: dict[str, int] = raw.get_vocab(with_added_tokens=False)
-    return found
+    vocabulary: dict[str, int] = raw.get_vocab(with_added_tokens=False)
+    return vocabulary
 
 
 def _characters(texts: Sequence[str], template: Tokenizer) -> Counter[str]:
@@ -292,12 +292,12 @@ def bert_template(
     )
 
 
-def _check_size(found: int, size: int) -> None:
-    if found != size:
-        rule = f"the training text yields a vocabulary of only {found} tokens"
+def _check_size(reached: int, size: int) -> None:
+    if reached != size:
+        rule = f"the training text yields a vocabulary of only {reached} tokens"
         fix = (
             "set ",
-            Setting("model.vocab_size", found),
+            Setting("model.vocab_size", reached),
             " or less, or give more text",
         )
         raise ProblemsError.of(

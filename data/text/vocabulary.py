@@ -118,13 +118,10 @@ def unknown_share(tokenizer: PreTrainedTokenizerFast, source: Source) -> float:
     documents = source.documents()
     groups = group_items(documents, lambda each: len(each.text), LOOKED_AT)
     encode = Encoder(tokenizer)
-    encoded = [np.empty(0, np.uint32)]
-    for _, ids in encode(next(groups, [])):
-        encoded.append(ids)
-    tokens = np.concatenate(encoded)
+    encoded = [ids for _, ids in encode(next(groups, []))]
+    tokens = np.concatenate([np.empty(0, np.uint32), *encoded])
     unknown = unknown_token(tokenizer)
-    found = np.count_nonzero(tokens == unknown)
-    return found / max(tokens.size, 1)
+    return np.count_nonzero(tokens == unknown) / max(tokens.size, 1)
 
 
 def unused_numbers(tokenizer: PreTrainedTokenizerFast) -> list[int]:
@@ -252,7 +249,7 @@ def store_tokenizer(stores: Sequence[str]) -> PreTrainedTokenizerFast:
 
     Raises ProblemsError: a store has no tokenizer, or two stores have different ones.
     """
-    found: dict[str, PreTrainedTokenizerFast] = {}
+    tokenizers: dict[str, PreTrainedTokenizerFast] = {}
     came = Setting("data.tokenizer.kind", "store")
     for name in stores:
         path = files.path_of(name, "data.name")
@@ -269,10 +266,10 @@ def store_tokenizer(stores: Sequence[str]) -> PreTrainedTokenizerFast:
             )
             raise ProblemsError.of("data.tokenizer.kind", came, rule, fix)
         tokenizer = read_tokenizer(folder)
-        found.setdefault(tokenizer.backend_tokenizer.to_str(), tokenizer)
-        if len(found) > 1:
+        tokenizers.setdefault(tokenizer.backend_tokenizer.to_str(), tokenizer)
+        if len(tokenizers) > 1:
             rule = f"{folder} is another vocabulary than that of {stores[0]}"
             again = "the parts of a blend must be prepared with one tokenizer; prepare them again"
             raise ProblemsError.of("data.tokenizer.kind", came, rule, again)
-    assert found, "the schema demands a store"
-    return next(iter(found.values()))
+    assert tokenizers, "the schema demands a store"
+    return next(iter(tokenizers.values()))

@@ -249,7 +249,7 @@ def _stated(folder: Path) -> dict[str, Any]:
 
     Raises FileError where two contradict each other.
     """
-    found: dict[str, Any] = {}
+    stated: dict[str, Any] = {}
     for place in (folder / _SPECIAL, folder / _CONFIG):
         for key, value in (
             files.read_json_object(place).items() if place.is_file() else ()
@@ -264,17 +264,17 @@ def _stated(folder: Path) -> dict[str, Any]:
                 ]
             if (
                 key in _USUAL
-                and found.get(key, value) not in (value, None)
+                and stated.get(key, value) not in (value, None)
                 and value is not None
             ):
-                came = f"{key} is {value!r}, and {found[key]!r} in {_SPECIAL}"
+                came = f"{key} is {value!r}, and {stated[key]!r} in {_SPECIAL}"
                 rule = "a role has one token"
                 files.refuse(place, came, rule, "remove the wrong one")
             if value is not None or key in _USUAL:
-                found[key] = value if value is not None else found.get(key)
+                stated[key] = value if value is not None else stated.get(key)
     if (folder / _ADDED).is_file():
-        found[_ADDED] = files.read_json_object(folder / _ADDED)
-    return found
+        stated[_ADDED] = files.read_json_object(folder / _ADDED)
+    return stated
 
 
 def _add_tokens(
@@ -290,10 +290,10 @@ def _add_tokens(
     ]
     for number, token in sorted(numbered, key=lambda each: each[0]):
         _add(backend, token)
-        found = backend.token_to_id(token.content)
-        if found != number:
+        given = backend.token_to_id(token.content)
+        if given != number:
             came = f"numbers the added token {token.content!r} {number}"
-            rule = f"the vocabulary makes it token {found}: numbers go on without gaps"
+            rule = f"the vocabulary makes it token {given}: numbers go on without gaps"
             files.refuse(
                 folder,
                 came,

@@ -171,12 +171,14 @@ def cached_store(
         if (store.documents, store.tokens) != (facts["documents"], facts["tokens"]):
             has = f"{store.documents} documents and {store.tokens} tokens"
             raise DamagedFile(f"{prefix} has {has}, not those of {facts_path.name}")
-        found = checksum_of(store, directory, say)
-        if (found.idx, found.bin) != (facts["idx_crc32"], facts["bin_crc32"]):
+        checksum = checksum_of(store, directory, say)
+        if (checksum.idx, checksum.bin) != (facts["idx_crc32"], facts["bin_crc32"]):
             raise DamagedFile(f"{prefix} does not match its checksum")
         if facts.get("left_out"):
             say(f"{what}: {facts['left_out']}")
-        return OpenedStore(source.name, store, facts["text_bytes"], f"{found.bin:08x}")
+        return OpenedStore(
+            source.name, store, facts["text_bytes"], f"{checksum.bin:08x}"
+        )
 
     return durable_files.cached(
         (facts_path, bin_path(prefix), idx_path(prefix)), read, write, what, say
@@ -241,10 +243,10 @@ def ready_made_store(
     facts = _reported(prefix.parent / REPORT)
     stated = {key: facts[key] for key in ("documents", "tokens") if key in facts}
     if stated != {key: getattr(store, key) for key in stated}:
-        found = f"has {store.documents} documents and {store.tokens} tokens, and {REPORT} says {stated}"
+        has = f"has {store.documents} documents and {store.tokens} tokens, and {REPORT} says {stated}"
         raise _refused(
             origin,
-            f"{found}: they do not belong together",
+            f"{has}: they do not belong together",
             "copy the whole directory again",
         )
     _check_digest(kind, origin, facts, tokenizer)
@@ -257,10 +259,7 @@ def ready_made_store(
     checksum = checksum_of(store, directory, say)
     recorded = facts["crc32"] if isinstance(facts.get("crc32"), dict) else {}
     now = {half: f"{crc:08x}" for half, crc in checksum._asdict().items()}
-    changed = []
-    for half, crc in now.items():
-        if recorded.get(half, crc) != crc:
-            changed.append(half)
+    changed = [half for half, crc in now.items() if recorded.get(half, crc) != crc]
     if changed:
         came = [
             f"{prefix}.{x} has CRC-32 {now[x]}, and {REPORT} recorded {recorded[x]}"
@@ -398,17 +397,17 @@ def store_prefix(origin: Origin, sequences: Sequences) -> Path:
             raise _refused(origin, rule, fix)
         _check_index(origin, prefix)
         return prefix
-    found = sorted(file.with_suffix("") for file in path.glob("*.idx"))
-    if not found:
+    prefixes = sorted(file.with_suffix("") for file in path.glob("*.idx"))
+    if not prefixes:
         for file in path.glob("*.bin"):
             _check_index(origin, file.with_suffix(""))
     preferred = [
-        prefix for prefix in found if sequences.removesuffix("s") in prefix.name
+        prefix for prefix in prefixes if sequences.removesuffix("s") in prefix.name
     ]
-    chosen = preferred if len(found) > 1 else found
+    chosen = preferred if len(prefixes) > 1 else prefixes
     if len(chosen) != 1:
-        names = ", ".join(prefix.name for prefix in found) or "none"
-        rule = f"a directory with {len(found)} token stores ({names})"
+        names = ", ".join(prefix.name for prefix in prefixes) or "none"
+        rule = f"a directory with {len(prefixes)} token stores ({names})"
         raise _refused(origin, rule, f"name one of them, as {path / 'NAME'}")
     files.check_names("data.name", chosen)
     return chosen[0]

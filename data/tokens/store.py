@@ -118,13 +118,13 @@ def _check_sequences(
             )
         ends = tokens + np.cumsum(part, dtype=np.int64)
         expected = (ends - part) * itemsize
-        found = pointers[start : start + len(part)]
-        wrong = np.flatnonzero(found != expected)
+        begins = pointers[start : start + len(part)]
+        wrong = np.flatnonzero(begins != expected)
         if wrong.size:
             first = wrong[0]
             rule = f"and the sizes of those before it say {expected[first]}"
             raise DamagedFile(
-                f"{path}: sequence {start + first} begins at byte {found[first]}, {rule}"
+                f"{path}: sequence {start + first} begins at byte {begins[first]}, {rule}"
             )
         tokens = int(ends[-1])
     return tokens
@@ -141,9 +141,9 @@ def _check_documents(path: Path, documents: np.ndarray, sequences: int) -> None:
         wrong = np.flatnonzero(part < before)
         if wrong.size:
             first = wrong[0]
-            found = f"{part[first]}, below the {before[first]} before it"
+            entry = f"{part[first]}, below the {before[first]} before it"
             raise DamagedFile(
-                f"{path}: entry {start + first} of the document index is {found}"
+                f"{path}: entry {start + first} of the document index is {entry}"
             )
         last = int(part[-1])
 
@@ -261,12 +261,12 @@ def open_store(prefix: Path) -> Store:
     documents = raw[ends[1] : ends[2]].view("<i8")
     tokens = _check_sequences(path, sizes, pointers, dtype.itemsize)
     _check_documents(path, documents, sequences)
-    found = os.stat(bin_path(prefix)).st_size
+    size = os.stat(bin_path(prefix)).st_size
     promised = tokens * dtype.itemsize
-    if found != promised:
+    if size != promised:
         why = f"{path.name} promises {promised} ({tokens} tokens of {dtype.itemsize})"
         rule = "one of the two is truncated or belongs to another store"
-        raise DamagedFile(f"{bin_path(prefix)} has {found} bytes where {why}: {rule}")
+        raise DamagedFile(f"{bin_path(prefix)} has {size} bytes where {why}: {rule}")
     return Store(
         prefix, dtype, _mapped(bin_path(prefix)).view(dtype), sizes, pointers, documents
     )
@@ -382,15 +382,15 @@ def _read_through(
     path: Path, say: Say = quiet, dtype: np.dtype | None = None
 ) -> tuple[int, int]:
     """Return the CRC-32 of a file and, of tokens of a type, the largest as unsigned; 0 without one."""
-    found = largest = 0
+    crc = largest = 0
     unsigned = dtype and f"<u{dtype.itemsize}"
     tell = now_and_then(say)
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         while part := file.read(_READ):
-            found = zlib.crc32(part, found)
+            crc = zlib.crc32(part, crc)
             if unsigned:
                 tokens = np.frombuffer(part, unsigned)
                 largest = max(largest, int(tokens.max()))
             tell(f"{path}: {amount(file.tell())} of {amount(size)} checked")
-    return found, largest
+    return crc, largest

@@ -104,7 +104,8 @@ class EngineState:
     @property
     def adam(self) -> torch.optim.Optimizer:
         """The basic optimizer within DeepSpeed's."""
-        return self.engine.basic_optimizer
+        basic: torch.optim.Optimizer = self.engine.basic_optimizer
+        return basic
 
     @property
     def adam_steps(self) -> int:
@@ -132,7 +133,7 @@ class EngineState:
 
     def buffers(self) -> list[Buffer]:
         """List low-precision weights, master weights and moments, without those on NVMe."""
-        groups: dict[tuple, list[Buffer]] = {}
+        groups: dict[tuple[object, ...], list[Buffer]] = {}
         for number, buffer in enumerate(self._buffers()):
             first = buffer.tensors[0]
             small = first.numel() < SMALL
@@ -385,10 +386,12 @@ class EngineState:
             if swapped:
                 zero._optimizer_states_and_gradient_swap_out(number)
 
-        def master() -> torch.Tensor:
-            return zero.fp32_partitioned_groups_flat[number]
+        masters: list[torch.Tensor] = zero.fp32_partitioned_groups_flat
 
-        dtype = zero.fp32_partitioned_groups_flat[number].dtype
+        def master() -> torch.Tensor:
+            return masters[number]
+
+        dtype = masters[number].dtype
         if not swapped:
             return Partition(tuple(fragments), master, dtype, write_back=write_back)
         read_in = partial(zero._optimizer_states_and_gradient_swap_in, number)

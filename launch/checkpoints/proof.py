@@ -256,7 +256,7 @@ def _three_sums(piece: Piece) -> Tensor:
 
 def squares_of(numbers: Tensor) -> Tensor:
     """Return the sum of the squares in float64; added up in float32 where that can hold them."""
-    norm = torch.linalg.vector_norm(numbers, dtype=torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(numbers, dtype=torch.float32)
     if not LEAST_NORM < norm < 1 / LEAST_NORM:
         norm = torch.linalg.vector_norm(numbers, dtype=torch.float64)
     return norm.double().square()

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from data import durable_files
 from launch.checkpoints import manifest
 from launch.checkpoints.manifest import Manifest, step_of
-from launch.records.directory import WRITING
+from launch.records.directory import WRITING as WRITING  # for launch/weights, too
 from recipes import files
 from recipes.problems import Problem, some
 

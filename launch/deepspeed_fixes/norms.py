@@ -60,7 +60,8 @@ def squared_norm(gradient: torch.Tensor) -> torch.Tensor:
     norms = torch.cat(
         [torch.linalg.vector_norm(part, dim=1, dtype=torch.float32) for part in parts]
     )
-    return torch.linalg.vector_norm(norms, dtype=norm_dtype()).square()
+    norm: torch.Tensor = torch.linalg.vector_norm(norms, dtype=norm_dtype())
+    return norm.square()
 
 
 def divisor_of(scaled_norm: float, scale: float, largest: float) -> float:

@@ -71,14 +71,14 @@ class Fragment(NamedTuple):
 
 def fragments_of(group: Sequence[torch.nn.Parameter]) -> list[Fragment]:
     """List what lies of a group's parameters in this rank's flat partition under ZeRO 1 and 2."""
-    found = []
+    fragments = []
     for parameter in group:
         mapping = parameter._hp_mapping  # type: ignore[attr-defined]
         if mapping is not None:
             here = mapping.hp_fragment_address
             there = mapping.lp_fragment_address
-            found.append(Fragment(parameter, there.start, here.start, here.numel))
-    return found
+            fragments.append(Fragment(parameter, there.start, here.start, here.numel))
+    return fragments
 
 
 def shorten_step(engine: DeepSpeedEngine) -> str | None:
@@ -188,7 +188,8 @@ class OrderedEnd:
         self._epilogue_ran_this_backward = True
 
 
-class FlatStep(_Partitions, OrderedEnd, DeepSpeedZeroOptimizer):
+# DeepSpeed's classes have no types: mypy ignores that here and below.
+class FlatStep(_Partitions, OrderedEnd, DeepSpeedZeroOptimizer):  # type: ignore[misc]
     """ZeRO 1 and 2 with one copy of each gradient, one norm, and nothing over a group of one."""
 
     def begin(self) -> None:
@@ -236,7 +237,7 @@ class FlatStep(_Partitions, OrderedEnd, DeepSpeedZeroOptimizer):
 
     def _gradient(self, group: int) -> torch.Tensor:
         """Return the flat fp32 gradient of this rank's partition; its padding is zero."""
-        master = self.single_partition_of_fp32_groups[group]
+        master: torch.Tensor = self.single_partition_of_fp32_groups[group]
         if master.grad is None:
             master.grad = torch.empty_like(master)
             master.grad[master.numel() - self.groups_padding[group] :].zero_()
@@ -314,7 +315,7 @@ class FlatStep(_Partitions, OrderedEnd, DeepSpeedZeroOptimizer):
                 master.grad = None
 
 
-class SummedStep(_Partitions, BF16_Optimizer):
+class SummedStep(_Partitions, BF16_Optimizer):  # type: ignore[misc]
     """ZeRO 1 in bf16 with sums in fp32, without the passes that write zeros or copy over a group of one."""
 
     def begin(self, engine: DeepSpeedEngine) -> None:
@@ -401,7 +402,7 @@ class SummedStep(_Partitions, BF16_Optimizer):
         self.clear_hp_grads()
 
 
-class OffloadedStep(OrderedEnd, DeepSpeedZeroOptimizer):
+class OffloadedStep(OrderedEnd, DeepSpeedZeroOptimizer):  # type: ignore[misc]
     """ZeRO 1 and 2 with an offloaded optimizer."""
 
     def check_overflow(self, partition_gradients: bool = True) -> None:
@@ -456,7 +457,7 @@ class OffloadedStep(OrderedEnd, DeepSpeedZeroOptimizer):
         return total.sqrt().float().to(self.device)
 
 
-class ShardedStep(DeepSpeedZeroOptimizer_Stage3):
+class ShardedStep(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     """ZeRO 3."""
 
     def check_overflow(self, partition_gradients: bool = True) -> None:
@@ -499,7 +500,7 @@ class ShardedStep(DeepSpeedZeroOptimizer_Stage3):
             self.partition_grads([param], [param.grad.view(-1)])
 
 
-class OrderedCopies(NoGatherCoalescedHandle):
+class OrderedCopies(NoGatherCoalescedHandle):  # type: ignore[misc]
     """Parameters of ZeRO 3 on one data-parallel rank, copied in the order of their stream."""
 
     ended = False

@@ -81,7 +81,7 @@ def initialize(
     return engine
 
 
-class DataParallelEngine(DeepSpeedEngine):
+class DataParallelEngine(DeepSpeedEngine):  # type: ignore[misc]  # has no types
     """DeepSpeed's plain engine at stage 0. In fp16 and bf16 its optimizer is `MasterWeights`.
 
     `ddp`: averages in the backward pass, of a step's last micro-batch, or of each where sums are in fp32.
@@ -183,7 +183,7 @@ def gradient_norm(
     return total.sqrt().float()
 
 
-class MasterWeights(DeepSpeedOptimizer):
+class MasterWeights(DeepSpeedOptimizer):  # type: ignore[misc]  # has no types
     """An optimizer that steps fp32 copies of all fp16 or bf16 parameters and rounds them back.
 
     Source: Micikevicius et al. 2018, arXiv 1710.03740, section 3. Gradients are averaged over the
@@ -222,14 +222,15 @@ class MasterWeights(DeepSpeedOptimizer):
 
     @property
     def cur_scale(self) -> float:
-        return self.scaler.cur_scale
+        scale: float = self.scaler.cur_scale
+        return scale
 
     @property
-    def param_groups(self) -> list[dict]:
+    def param_groups(self) -> list[dict[str, Any]]:
         return self.optimizer.param_groups
 
     @property
-    def state(self) -> dict:
+    def state(self) -> dict[torch.Tensor, Any]:
         return self.optimizer.state
 
     def _update_scale(self, has_overflow: bool = False) -> None:
@@ -259,7 +260,9 @@ class MasterWeights(DeepSpeedOptimizer):
             for parameter, _ in used:
                 parameter.grad = None
 
-    def get_grads_for_reduction(self) -> tuple[list[torch.Tensor | None], dict]:
+    def get_grads_for_reduction(
+        self,
+    ) -> tuple[list[torch.Tensor | None], dict[str, Any]]:
         """Return the gradients to average over the data-parallel ranks (DeepSpeed calls this)."""
         return [
             (master if self.sums_in_fp32 else parameter).grad

@@ -141,8 +141,8 @@ def ensemble(out: Path, members: Sequence[SeedOutcome]) -> tuple[TaskScore, ...]
     logits = {}
     for each in splits:
         own = Path(PREDICTIONS, each.split.name, LOGITS)
-        found = [np.load(out / member.name / own) for member in members]
-        logits[each.split.name] = averaged(found)
+        of_members = [np.load(out / member.name / own) for member in members]
+        logits[each.split.name] = averaged(of_members)
     return keep_predictions(out / "ensemble", splits, logits)
 
 

@@ -70,12 +70,12 @@ def rows_of(
     try:
         if isinstance(place, HubSource):
             place = replace(place, text_column=column or "text")
-            found: Iterator[str | BrokenRecord | None] = (
+            rows: Iterator[str | BrokenRecord | None] = (
                 _found(raw, lambda raw: raw.payload) for raw in place.records()
             )
         else:
-            found = _rows_of_files(place, column, whole)
-        for row in found:
+            rows = _rows_of_files(place, column, whole)
+        for row in rows:
             if isinstance(row, BrokenRecord):
                 came = f"{row.file}:{row.number}: {row.kind}"
                 raise ProblemsError.of(flag, came, row.detail)
@@ -217,9 +217,9 @@ def lambada(
             came = f"{source}: passage {number} has one word"
             rule = "there is nothing to guess it from"
             raise ProblemsError.of("--data", came, rule, "remove it")
-    found = _as_dataset("--data", passages, TaskText(variant, source))
+    dataset = _as_dataset("--data", passages, TaskText(variant, source))
     _check_variant(variant, passages, source)
-    return found
+    return dataset
 
 
 def _check_variant(
@@ -228,8 +228,8 @@ def _check_variant(
     whole = "".join(each["before"] + each["last_word"] for each in passages)
     lower = whole == whole.lower()
     if lower != (variant == "original"):
-        other, found = ("original", "no capital") if lower else ("openai", "capitals")
-        came = f"--variant {variant} with {source}, which has {found}"
+        other, letters = ("original", "no capital") if lower else ("openai", "capitals")
+        came = f"--variant {variant} with {source}, which has {letters}"
         rule = "the original text is in lower case, and OpenAI's is not"
         raise ProblemsError.of(
             "--data", came, rule, f"give --variant {other}, or the other file"

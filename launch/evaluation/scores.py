@@ -111,13 +111,13 @@ _KEPT = TypeAdapter(dict[str, tuple[Score, ...]])
 
 def to_json(scores: Sequence[Score]) -> str:
     """Return scores with the published ones of their tasks as JSON; of several scores a list."""
-    found = []
+    entries = []
     for score in scores:
         published = [asdict(each) for each in published_next_to(score.task)]
         other = score.on_other_data
         more = {"published": published, "published_on_other_data": other}
-        found.append(asdict(score) | more)
-    return _json(found if len(found) > 1 else found[0])
+        entries.append(asdict(score) | more)
+    return _json(entries if len(entries) > 1 else entries[0])
 
 
 def _json(value: object) -> str:
@@ -130,12 +130,12 @@ def read_scores(run: Path) -> tuple[Score, ...]:
     if not path.exists():
         return ()
     held = {"scores": None} | files.read_json_object(path)
-    found = files.checked(_KEPT, held, path)["scores"]
-    for score in found:
+    kept = files.checked(_KEPT, held, path)["scores"]
+    for score in kept:
         if not score.figures:
             came = f"has no figures of {score.task}"
             files.refuse(path, came, "a score has one or more")
-    return found
+    return kept
 
 
 def keep(run: Path, score: Score) -> Path:
@@ -195,7 +195,7 @@ class PublishedScore:
 @cache
 def published_next_to(task: str) -> tuple[PublishedScore, ...]:
     """Return the published scores of a task, after each row its "best before it"."""
-    found = []
+    listed = []
     for name in catalog.titles():
         recipe = catalog.load(name) if name.startswith(f"{TABLE}/") else None
         published = recipe.published if recipe else None
@@ -210,5 +210,5 @@ def published_next_to(task: str) -> tuple[PublishedScore, ...]:
             for figure, value in of_task or ():
                 unit = " %" if figure == "accuracy" else ""
                 one = PublishedScore(who, figure, f"{value:g}{unit}", published.source)
-                found.append(one)
-    return tuple(found)
+                listed.append(one)
+    return tuple(listed)

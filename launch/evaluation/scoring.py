@@ -134,7 +134,7 @@ class Seen:
     log_likelihood: float = 0.0
 
 
-class ScoredModel(HFLM):
+class ScoredModel(HFLM):  # type: ignore[misc]  # lm-eval has no types
     """lm-eval's model of `transformers` on a run's weights, which reads texts as its training did.
 
     Attributes:
@@ -180,9 +180,9 @@ class ScoredModel(HFLM):
         # apart, as later windows need the logits of their last positions only
         for group in filter(None, (first, later)):
             windows = [(None, before, after) for _number, before, after in group]
-            found = self._loglikelihood_tokens(windows, disable_tqdm)
+            answers = self._loglikelihood_tokens(windows, disable_tqdm)
             for (number, *_window), (likelihood, _right) in zip(
-                group, found, strict=True
+                group, answers, strict=True
             ):
                 sums[number] += likelihood
         return sums
@@ -217,14 +217,16 @@ class ScoredModel(HFLM):
             lengths.append(min(length, self.max_length + 1))
             contexts.append(lengths[-1] - len(after))
         self._kept = max(lengths) - min(contexts)
-        found = super()._loglikelihood_tokens(requests, disable_tqdm, **more)
-        total = math.fsum(likelihood for likelihood, _right in found)
+        answers: list[tuple[float, bool]] = super()._loglikelihood_tokens(
+            requests, disable_tqdm, **more
+        )
+        total = math.fsum(likelihood for likelihood, _right in answers)
         if not math.isfinite(total):
             precision = self._job.precision
             fix = "" if precision == "fp32" else "; --precision fp32 has more room"
             raise ending.Failed(f"a loss is no number in {precision}{fix}")
         self.seen.log_likelihood += total
-        return found
+        return answers
 
     @torch.no_grad()
     def _model_call(self, inps: Tensor, **_: Any) -> Tensor:
@@ -232,7 +234,7 @@ class ScoredModel(HFLM):
         if self._job.model.recipe.data.borders:
             seen = self._within_documents(inps)
         kept = dict(use_cache=False, logits_to_keep=self._kept)
-        logits = self.model(inps, **kept, **seen).logits
+        logits: Tensor = self.model(inps, **kept, **seen).logits
         logits[..., self._never] = -math.inf
         return logits
 
@@ -281,13 +283,13 @@ def measure(
     torch.manual_seed(SEED)
     how = dict(limit=limit, log_samples=False, bootstrap_iters=BOOTSTRAPS)
     try:
-        found: Any = evaluate(model, task.loaded, **how)
+        outcome: Any = evaluate(model, task.loaded, **how)
     except AssertionError as error:
         raise ending.Failed(f"{task.name}: {error}") from error
-    results = found["results"] | found.get("groups", {})
+    results = outcome["results"] | outcome.get("groups", {})
     figures = {name: _figures(values) for name, values in results.items()}
     names = [task.name] if figures.get(task.name) else list(task.loaded["tasks"])
-    sizes = {name: each["effective"] for name, each in found["n-samples"].items()}
+    sizes = {name: each["effective"] for name, each in outcome["n-samples"].items()}
     whole = sum(sizes.values())
     for name in names:
         yield name, figures[name], sizes.get(name, whole)
@@ -304,17 +306,17 @@ def _figures(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def figures_of(
-    name: str, found: Mapping[str, float], seen: Seen, text: TaskText
+    name: str, values: Mapping[str, float], seen: Seen, text: TaskText
 ) -> dict[str, float]:
     """Return the figures of a task, its main figure first.
 
     `found`: lm-eval's; those of a whole text are per token that counts, and per word and byte of the original.
     """
     if name not in TASKS:
-        return dict(found)
+        return dict(values)
     if name == "lambada":
-        right = found["acc"]
-        return {"accuracy": right, "perplexity_of_last_word": found["perplexity"]}
+        right = values["acc"]
+        return {"accuracy": right, "perplexity_of_last_word": values["perplexity"]}
     nll = -seen.log_likelihood
     loss = nll / seen.tokens
     figures = {"perplexity": exponential(loss)}

@@ -117,14 +117,14 @@ def open_model(
         update={"model": recipe.model.model_copy(update={"sentence_head": "none"})}
     )
     replace(given, directory=str(weights)).check(recipe)
-    found, place = _tokenizer(weights, run, recipe, tokenizer)
+    chosen, place = _tokenizer(weights, run, recipe, tokenizer)
     if not isinstance(saved, RunWeights):  # others' embeddings may have rows of padding
-        recipe = given.model(vocabulary_size(found)).as_recipe(recipe)
-    problems = list(_unfit(found, recipe))
+        recipe = given.model(vocabulary_size(chosen)).as_recipe(recipe)
+    problems = list(_unfit(chosen, recipe))
     if problems:
         raise ProblemsError(problems)
     return TrainedModel(
-        weights, run, step, recipe, found, place, tuple(saved.remarks(recipe))
+        weights, run, step, recipe, chosen, place, tuple(saved.remarks(recipe))
     )
 
 

@@ -22,7 +22,7 @@ from launch.ranks import ending
 from modeling.generation import Decoding, EndReason, continued, fill_masks
 from recipes import files
 from recipes.families import FAMILIES
-from recipes.problems import MOST, Problem
+from recipes.problems import MOST, Problem, visible
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,13 @@ def read(file: str) -> list[Prompt]:
         rule = "a file of prompts is plain text, one in each line"
         fix = f"jq -r .prompt {path} > prompts.txt"
         files.refuse(path, "has an ending of JSON", rule, fix)
-    found = list[Prompt]()
+    prompts = list[Prompt]()
     for number, line in enumerate(files.read_text(path).split("\n"), 1):
         if line.strip():
-            found.append(Prompt(line.rstrip("\r"), f"{path}:{number}"))
-    if not found:
+            prompts.append(Prompt(line.rstrip("\r"), f"{path}:{number}"))
+    if not prompts:
         files.refuse(path, "holds no prompt", "it has a prompt in each line")
-    return found
+    return prompts
 
 
 def encode(prompts: Sequence[Prompt], model: TrainedModel) -> list[Prompt]:
@@ -171,7 +171,7 @@ class ScreenStream(TextStreamer):
     """A growing text in the terminal, word by word, where it cannot act on it."""
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        print(terminal.visible(text), end="\n" * stream_end, flush=True)
+        print(visible(text), end="\n" * stream_end, flush=True)
 
 
 def run(job: WritingJob) -> None:
@@ -208,6 +208,6 @@ def show(written: WrittenText, *, headed: bool) -> None:
     """Print one text, under a heading with its prompt and the reason for its end if it is `headed`."""
     if headed:
         which = f", sample {written.sample + 1}, ended by {written.ended}"
-        prompt = terminal.visible(written.prompt[:40])
+        prompt = visible(written.prompt[:40])
         print(f"--- {prompt}{which * (written.ended is not None)}")
-    print(terminal.visible(written.text), flush=True)
+    print(visible(written.text), flush=True)

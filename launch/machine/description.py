@@ -171,7 +171,7 @@ def emulate_fp16() -> None:
     if processes.device().own_memory:
         return
 
-    class EmulatedFp16(CPU_Accelerator):
+    class EmulatedFp16(CPU_Accelerator):  # type: ignore[misc]  # has no types
         def is_fp16_supported(self) -> bool:
             return True
 

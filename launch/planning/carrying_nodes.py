@@ -48,26 +48,26 @@ def carriers(
 
     ds_config: the only JSON to try; None: the recipe's.
     """
-    found = []
+    tried = []
     for node in nodes:
         verdict = fit(recipe, node, count, ds_config)
         instead = None
         if verdict.forecast and not verdict.fits and not ds_config:
             others = (file for file in SMALLER if fit(recipe, node, count, file).fits)
             instead = next(others, None)
-        found.append(Carrier(node, verdict, instead))
-    found.sort(
+        tried.append(Carrier(node, verdict, instead))
+    tried.sort(
         key=lambda each: (
             not each.fit.fits,
             each.fit.forecast is None,
             -each.tokens_per_second,
         )
     )
-    return found
+    return tried
 
 
 def page(
-    recipe: Recipe, name: str, found: Sequence[Carrier], count: int, width: int | None
+    recipe: Recipe, name: str, tried: Sequence[Carrier], count: int, width: int | None
 ) -> Page:
     """Describe the carriers in a table, and why others cannot run."""
     shown = Page(width)
@@ -75,7 +75,7 @@ def page(
     lacking = []
     refused = []
     known = []
-    for each in found:
+    for each in tried:
         predicted = each.fit.forecast
         if predicted is None:
             why = "; ".join(map(str, each.fit.problems))
@@ -86,7 +86,7 @@ def page(
             fitting.append(_row(recipe, each, predicted))
         else:
             lacking.append((each.node.name, _size(predicted), each.instead or ""))
-    places = f"{len(fitting)} of {counted(len(found), 'kind')} of node, {count} of each"
+    places = f"{len(fitting)} of {counted(len(tried), 'kind')} of node, {count} of each"
     shown.facts(("recipe", name), ("fits", places))
     if fitting:
         shown.table(fitting, HEADINGS, "lrrrrrll")
@@ -95,7 +95,7 @@ def page(
     if refused:
         shown.table(refused, ("refused", "why"))
     shown.text(*known[:1])
-    best = next((each for each in found if each.fit.fits or each.instead), None)
+    best = next((each for each in tried if each.fit.fits or each.instead), None)
     if best:
         words = [f"--recipe {name}", f"--hardware {best.node.name}"]
         words += [f"--nodes {count}"] if count > 1 else []
@@ -105,24 +105,24 @@ def page(
     return shown
 
 
-def _row(recipe: Recipe, carrier: Carrier, found: Forecast) -> tuple[str, ...]:
+def _row(recipe: Recipe, carrier: Carrier, predicted: Forecast) -> tuple[str, ...]:
     node = carrier.node
     placed = (
         node.name,
         str(carrier.fit.world),
         f"{node.gpu.memory_bytes / 1e9:.0f}",
-        f"{found.fullest_rank.total / 1e9:.1f}",
+        f"{predicted.fullest_rank.total / 1e9:.1f}",
     )
-    bill = found.bill(recipe.steps, recipe.sizes)
-    if found.time is None or bill is None:
-        lacks = f"{node.gpu.title} has no {found.work.precision}"
+    bill = predicted.bill(recipe.steps, recipe.sizes)
+    if predicted.time is None or bill is None:
+        lacks = f"{node.gpu.title} has no {predicted.work.precision}"
         return (*placed, "", "", lacks, how(carrier.fit))
     tokens = f"{carrier.tokens_per_second:,.0f}"
     took = duration(bill.seconds)
-    return (*placed, f"{found.time.total:.3g}", tokens, took, how(carrier.fit))
+    return (*placed, f"{predicted.time.total:.3g}", tokens, took, how(carrier.fit))
 
 
-def _size(found: Forecast) -> str:
-    full = found.binding
+def _size(predicted: Forecast) -> str:
+    full = predicted.binding
     said = f"{full.needed / 1e9:,.0f} of {full.room / 1e9:,.0f}"
     return said if full.place == "GPU" else f"{said} in the host"

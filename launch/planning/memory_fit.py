@@ -73,7 +73,7 @@ def fit(
         rule = f"each of the {shared} processes has a GPU of its own"
         fix = f"--nodes {math.ceil(shared / node.gpus)}"
         return Fit(recipe, file, gpus, problems=(Problem("--nodes", came, rule, fix),))
-    found = list[Fit]()
+    tried = list[Fit]()
     problems: tuple[Problem, ...] = ()
     stated = recipe.parallel.dp
     most = min((bound for bound in (gpus // shared, stated) if bound), default=1)
@@ -90,12 +90,12 @@ def fit(
                 break
             continue
         predicted = forecast(workload.of_plan(plan), node, unit=recipe.batch.unit)
-        found.append(Fit(recipe, file, gpus, plan, predicted))
+        tried.append(Fit(recipe, file, gpus, plan, predicted))
         if predicted.verdict == "fits":
             break
-    if not found:
+    if not tried:
         return Fit(recipe, file, gpus, problems=problems)
-    return min(found, key=lambda each: BEST_FIRST.index(each.verdict))
+    return min(tried, key=lambda each: BEST_FIRST.index(each.verdict))
 
 
 def _with_dp(recipe: Recipe, dp: int) -> Recipe:
@@ -107,26 +107,26 @@ def _with_dp(recipe: Recipe, dp: int) -> Recipe:
     return recipe.model_copy(update={"parallel": parallel, "batch": batch})
 
 
-def how(found: Fit) -> str:
+def how(placed: Fit) -> str:
     """Say how a recipe that fits is run: as it is, or with which settings."""
-    recipe = found.recipe
-    snug = ", snug" if found.verdict == "snug" else ""
-    count = counted(found.world, "process")
+    recipe = placed.recipe
+    snug = ", snug" if placed.verdict == "snug" else ""
+    count = counted(placed.world, "process")
     stated = processes(recipe)
     if recipe.parallel.dp is None:
         return f"on {count}{snug}"
-    if found.world == stated:
+    if placed.world == stated:
         guessed = any(
             key.partition(".")[0] in ("model", "parallel", "batch")
             for key in recipe.unknown
         )
         printed = recipe.published and not guessed
         return f"{'as published' if printed else f'as it is, on {count}'}{snug}"
-    assert found.plan
-    sets = f"--set parallel.dp={found.plan.layout.dp}"
+    assert placed.plan
+    sets = f"--set parallel.dp={placed.plan.layout.dp}"
     if recipe.batch.accumulation:
         sets += " --set batch.accumulation=null"
-    return f"with {sets}: {found.world} of {stated} processes{snug}"
+    return f"with {sets}: {placed.world} of {stated} processes{snug}"
 
 
 def memory_of_plan(plan: Plan) -> RankMemory:

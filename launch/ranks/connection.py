@@ -264,7 +264,7 @@ def is_own(connected: socket.socket) -> bool:
     if connected.family != socket.AF_UNIX:
         return True
     peer = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size)
-    _, account, _ = PEER.unpack(peer)
+    account: int = PEER.unpack(peer)[1]
     return account == os.geteuid()
 
 

@@ -139,8 +139,9 @@ class Meeting:
         name = self._next()
         if rank() == 0:
             self._tell(name, value)
-            return value
-        return self._hear([(name, 0)], TIMEOUT)[1]
+        else:
+            value = self._hear([(name, 0)], TIMEOUT)[1]
+        return value
 
     def to_rank_0(self, value: T) -> list[T]:
         """Gather every rank's `value`, in JSON's types, on rank 0; others get their own. Collective."""

@@ -183,9 +183,10 @@ def from_rank_0(own: T, group: ProcessGroup, form: Any = Any) -> T:
     import torch.distributed as dist
 
     share = partial(dist.broadcast, group=group, group_src=0)
-    if dist.get_rank(group) != 0:
-        return _received(share, form)
-    return _sent(own, share, form)
+    if dist.get_rank(group) == 0:
+        return _sent(own, share, form)
+    received: T = _received(share, form)
+    return received
 
 
 def merged(
@@ -243,7 +244,8 @@ def _sent(value: T, send: Callable[[Tensor], object], form: Any) -> T:
     octets = torch.frombuffer(bytearray(text, "utf-8"), dtype=torch.uint8)
     send(torch.tensor([len(octets)]))
     send(octets)
-    return _adapter(form).validate_python(json.loads(text))
+    again: T = _adapter(form).validate_python(json.loads(text))
+    return again
 
 
 def _received(receive: Callable[[Tensor], object], form: Any) -> Any:
@@ -350,7 +352,7 @@ def device_module() -> Any:
 def device_limit() -> int | None:
     """Return the number of ranks for this machine's devices; None on a CPU, where ranks share cores."""
     if device().own_memory:
-        return _accelerator().device_count()
+        return int(_accelerator().device_count())
     return None
 
 

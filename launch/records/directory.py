@@ -147,10 +147,10 @@ class RunDirectory:
         places = (
             place for place in vars(RunDirectory).values() if isinstance(place, _Place)
         )
-        found = ((self.path / place.name, place.folder) for place in places)
+        placed = ((self.path / place.name, place.folder) for place in places)
         return [
             p
-            for p, folder in found
+            for p, folder in placed
             if os.path.lexists(p) and not (p.is_dir() if folder else p.is_file())
         ]
 

@@ -258,8 +258,8 @@ def curve(
     records: Sequence[StepRecord | ValidationRecord], figure: LossFigure
 ) -> list[tuple[float, float]]:
     """Return (step, value) of the records with a finite figure."""
-    found = ((record.step, figure.of(record)) for record in records)
-    return [(step, value) for step, value in found if value is not None]
+    values = ((record.step, figure.of(record)) for record in records)
+    return [(step, value) for step, value in values if value is not None]
 
 
 def finite_parts(parts: Mapping[str, float]) -> Parts:
@@ -313,19 +313,19 @@ def read_metrics(path: Path, problems: list[str] | None = None) -> Records:
     With `problems`, broken lines are left out, and at most `MOST_NAMED` of them are added to it. Without it
     a broken line or an unreadable file raises ValueError.
     """
-    found: dict[str, list[Any]] = {field: [] for _, field in _KINDS.values()}
+    by_kind: dict[str, list[Any]] = {field: [] for _, field in _KINDS.values()}
     broken: list[files.FileError] = []
     for _, record in _parsed(path, broken):
-        found[_KINDS[record.kind][1]].append(record)
+        by_kind[_KINDS[record.kind][1]].append(record)
     if broken and problems is None:
         raise ValueError(f"{broken[0]}: delete that line, or restore the file")
     if problems is not None:
         problems += _left_out(path, broken)
     for once in ("steps", "validations", "tests"):
-        last = {record.step: record for record in found[once]}
-        found[once] = [last[step] for step in sorted(last)]
+        last = {record.step: record for record in by_kind[once]}
+        by_kind[once] = [last[step] for step in sorted(last)]
     return Records(
-        broken=bool(broken), **{field: tuple(each) for field, each in found.items()}
+        broken=bool(broken), **{field: tuple(each) for field, each in by_kind.items()}
     )
 
 
@@ -339,9 +339,9 @@ def truncate(
     the steps up to `step` without a record, as `missing`. Raises OSError.
     """
     broken: list[files.FileError] = []
-    found: list[tuple[bytes, Record]] = []
+    kept: list[tuple[bytes, Record]] = []
     if step:
-        found = [
+        kept = [
             (line, record)
             for line, record in _parsed(path, broken)
             if record.step <= step
@@ -354,20 +354,20 @@ def truncate(
             f"the file with these lines is kept as {copy}",
         ]
     if path.exists():
-        write_atomically(path, b"".join(line for line, _ in found).decode())
-    steps = (record for _, record in found if isinstance(record, StepRecord))
+        write_atomically(path, b"".join(line for line, _ in kept).decode())
+    steps = (record for _, record in kept if isinstance(record, StepRecord))
     return missing(steps, step, begins_after)
 
 
 def begin_branch(path: Path, branch: Branch) -> None:
     """Write the records of the other run up to the branch, and where it is. Raises OSError."""
     theirs = Path(branch.run) / path.name
-    found = [
+    kept = [
         (line, record)
         for line, record in _parsed(theirs, [])
         if record.kind in OF_PARENT
     ]
-    lines = [line.decode() for line, record in found if record.step <= branch.step]
+    lines = [line.decode() for line, record in kept if record.step <= branch.step]
     write_atomically(
         path, "".join([*lines, to_line(BranchRecord(branch.step, branch, time.time()))])
     )

@@ -39,7 +39,7 @@ from launch.records.plan_text import Surroundings, describe_plan
 from launch.records.result import Result, make_result, rates, write_result
 from launch.records.result_text import result_text
 from recipes.families import LossFigure
-from recipes.problems import counted, system_error, system_problem
+from recipes.problems import counted, system_error, system_problem, visible
 
 RANK_TIMES = (
     "rank_seconds_min",
@@ -267,7 +267,7 @@ class Recorder(SilentRecorder):
         text = [f"\n{result_text(result, width)}"] if result else []
         if ending.sample:
             # a young model writes many empty lines; result.json has them all
-            sample = re.sub(r"\n{3,}", "\n\n", terminal.visible(ending.sample))
+            sample = re.sub(r"\n{3,}", "\n\n", visible(ending.sample))
             sample = textwrap.indent(sample, "  ")
             text += ["\nsample", terminal.wrapped(sample, width, hang=0)]
         text.append(

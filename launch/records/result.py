@@ -385,11 +385,11 @@ def _speed(plan: Plan, steps: Sequence[StepRecord], elsewhere: bool) -> Speed:
     steady = steady_seconds(steps)
     if steady is None:
         return Speed()
-    found = rates(plan, steady[0], sizes[-1])
+    speeds = rates(plan, steady[0], sizes[-1])
     if elsewhere:
-        own = {name: getattr(steps[-1], name) for name in found}
+        own = {name: getattr(steps[-1], name) for name in speeds}
         share = steps[-1].seconds / steady[0]
-        found = {
+        speeds = {
             name: None if value is None else value * share
             for name, value in own.items()
         }
@@ -399,7 +399,7 @@ def _speed(plan: Plan, steps: Sequence[StepRecord], elsewhere: bool) -> Speed:
     waited = (
         math.fsum(record.data_seconds for record in late) / total if total else None
     )
-    return Speed(*steady, waited, **found)
+    return Speed(*steady, waited, **speeds)
 
 
 def write_result(path: Path, result: Result) -> None:

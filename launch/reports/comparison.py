@@ -177,9 +177,9 @@ def curve_finding(a: ReportedRun, b: ReportedRun) -> str:
     """Say at which step the training losses of two runs part, and by how much at most."""
     second = dict(b.training)
     common = [(step, own, second[step]) for step, own in a.training if step in second]
-    found = f"training {a.result.figures[0].name} of {a.label} and {b.label}"
+    losses = f"training {a.result.figures[0].name} of {a.label} and {b.label}"
     if not common:
-        return f"{found}: no common step"
+        return f"{losses}: no common step"
     precisions = (run.result.precision or "fp32" for run in (a, b))
     tolerance = max(ROUNDING.get(each, ROUNDING["fp32"]) for each in precisions)
     rounding = f"rounding ({tolerance:.1e} of the loss)"
@@ -193,11 +193,11 @@ def curve_finding(a: ReportedRun, b: ReportedRun) -> str:
             break
     step, own, other = max(common, key=lambda each: abs(each[1] - each[2]))
     largest = f"largest difference {abs(own - other):.2e} at step {step:,.0f}"
-    return f"{found}, {counted(len(common), 'common step')}: {parted}; {largest}"
+    return f"{losses}, {counted(len(common), 'common step')}: {parted}; {largest}"
 
 
 def _facts(run: ReportedRun) -> dict[str, Any]:
-    found = {
+    facts = {
         "recipe": run.name + (" (tiny)" if run.tiny else ""),
         "ds_config": run.result.ds_config,
         "implementation": run.result.implementation or ABSENT,
@@ -207,12 +207,12 @@ def _facts(run: ReportedRun) -> dict[str, Any]:
     plan = run.plan
     if plan:
         recipe = plan.recipe.model_dump(mode="json", by_alias=True, exclude=OMITTED)
-        found |= {f"recipe.{key}": value for key, value in recipe.items()}
-        found |= {f"deepspeed.{key}": value for key, value in plan.ds.items()}
-        found |= {"ds_config": plan.ds_name, "layout": vars(plan.layout)}
+        facts |= {f"recipe.{key}": value for key, value in recipe.items()}
+        facts |= {f"deepspeed.{key}": value for key, value in plan.ds.items()}
+        facts |= {"ds_config": plan.ds_name, "layout": vars(plan.layout)}
         if plan.recipe.branch:
-            found["branch of"] = str(plan.recipe.branch)
-    return found
+            facts["branch of"] = str(plan.recipe.branch)
+    return facts
 
 
 def _text(value: Any) -> str:

@@ -87,11 +87,11 @@ def write(document: ReportDocument) -> str:
 
 def _inert(cells: Mapping[str, Any]) -> dict[str, Any]:
     """Put an apostrophe before texts that a spreadsheet would compute."""
-    found = dict(cells)
+    inert = dict(cells)
     for key, value in cells.items():
         if isinstance(value, str | Path) and str(value).startswith(COMPUTED):
-            found[key] = f"'{value}"
-    return found
+            inert[key] = f"'{value}"
+    return inert
 
 
 def _cells(entry: RowEntry) -> dict[str, Any]:
@@ -130,18 +130,18 @@ def _cells(entry: RowEntry) -> dict[str, Any]:
 
 def _losses(result: Result) -> Iterator[tuple[str, float | None]]:
     for split, name in SPLITS.items():
-        found = getattr(result.losses, split)
-        if found:
-            for key, value in values_of(found).items():
+        losses = getattr(result.losses, split)
+        if losses:
+            for key, value in values_of(losses).items():
                 yield f"{name}_{key}", value
 
 
 def _finetuned(line: FinetunedLine) -> dict[str, Any]:
     row = line.row
-    found = line.finetuned
+    finetuned = line.finetuned
     status = "measured"
     if line.measured is None:
-        status = NOT_SCORED if found else NOT_RUN
+        status = NOT_SCORED if finetuned else NOT_RUN
     values: dict[str, Any] = {
         "recipe": row.full_name,
         "published_row": " | ".join(row.cells),
@@ -150,13 +150,13 @@ def _finetuned(line: FinetunedLine) -> dict[str, Any]:
         "published_score": line.published,
         "status": status,
     }
-    if found:
+    if finetuned:
         values |= {
-            "run": found.path,
-            "tiny": found.is_tiny,
+            "run": finetuned.path,
+            "tiny": finetuned.is_tiny,
             "score": line.measured,
             "ratio_score": line.ratio,
             "no_ratio": line.why_not,
-            "models": found.models,
+            "models": finetuned.models,
         }
     return values

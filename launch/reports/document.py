@@ -164,17 +164,16 @@ def assemble(
     sections = []
     strangers = []
     for name in names:
-        found = None
+        published = None
         own = [run for run in shown if run.table == name]
         try:
-            found = tables.get(name)
+            published = tables.get(name)
         except ProblemsError as error:
             problems += [str(problem) for problem in error.problems]
-        if found:
-            sections.append(section(found, own))
-        strangers += [
-            run for run in own if not (found and found.row(run.name.rpartition("/")[2]))
-        ]
+        if published:
+            sections.append(section(published, own))
+        rows = {row.name for row in published.rows} if published else set()
+        strangers += [run for run in own if run.name.rpartition("/")[2] not in rows]
     if strangers:
         sections.append(section(_table_of_strangers(strangers), strangers))
     problems += [str(problem) for each in sections for problem in each.table.problems]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -112,21 +112,19 @@ _MEASURED_KEYS = (
 MEASURED = tuple(COLUMNS[key] for key in _MEASURED_KEYS)
 
 
-def loss_columns(split: str, figures: Iterable[LossFigure]) -> list[Column]:
-    """Return a column for each different figure of a split, empty for results without it."""
-    found = []
+def loss_columns(split: str, figures: Iterable[LossFigure]) -> Iterator[Column]:
+    """Yield a column for each different figure of a split, empty for results without it."""
     over = ", last 10 steps" if split == "training" else ""
     for figure in dict.fromkeys(figures):
         heading = f"{split} {figure.name} ({figure.unit}{over})"
         of = partial(told, split=split, figure=figure)
-        found.append(Column(f"{SPLITS[split]}_{figure.key}", heading, of, "loss"))
-    return found
+        yield Column(f"{SPLITS[split]}_{figure.key}", heading, of, "loss")
 
 
 def told(result: Result, split: str, figure: LossFigure) -> float | None:
     """Return a figure of a split; None: the run does not have it."""
-    found = getattr(result.losses, split)
-    return figure.of(found) if found and figure in result.figures else None
+    losses = getattr(result.losses, split)
+    return figure.of(losses) if losses and figure in result.figures else None
 
 
 @dataclass(frozen=True)
@@ -218,29 +216,29 @@ def measured_columns(
     """Return the columns with a value in any run; mark the TFLOPS counted as published."""
     published = [row.published for row in table.rows if row.published]
     counted = {TFLOPS_BY[each.tflops_by][1] for each in published if each.tflops}
-    found = []
+    columns = []
     firsts = [run.result.figures[0] for run in runs]
     for column in (*MEASURED, *loss_columns("validation", firsts)):
         if column.key in counted:
             column = column._replace(heading=f"{column.heading} (as published)")
         if any(column.of(run.result) is not None for run in runs):
-            found.append(column)
-    return found
+            columns.append(column)
+    return columns
 
 
 def entries_of(table: PublishedTable, runs: Sequence[ReportedRun]) -> list[RowEntry]:
     """Return the entries of every row in table order, runs newest first."""
-    found = []
+    entries = []
     newest_first = sorted(
         runs,
         key=lambda run: run.started.timestamp() if run.started else 0.0,
         reverse=True,
     )
     for row in table.rows:
-        found += [
+        entries += [
             entry_of(row, run) for run in newest_first if run.name == row.full_name
         ] or [RowEntry(row)]
-    return found
+    return entries
 
 
 def entry_of(row: PublishedRow, run: ReportedRun) -> RowEntry:
@@ -279,23 +277,23 @@ class EntryRemark(NamedTuple):
 
 def remarks_of(row: PublishedRow) -> list[EntryRemark]:
     """Return errata, note, impossible printed values, unknown values, and origins of inferred values."""
-    found = [EntryRemark("erratum", str(known)) for known in row.errata]
+    remarks = [EntryRemark("erratum", str(known)) for known in row.errata]
     if row.no_recipe:
-        found.append(EntryRemark("no recipe", row.no_recipe))
+        remarks.append(EntryRemark("no recipe", row.no_recipe))
     recipe = row.recipe
     if recipe is None:
-        return found
+        return remarks
     published = recipe.published
     if published and published.tflops and published.tflops_by == "exact":
-        found.append(EntryRemark("TFLOPS counted", EXACT))
+        remarks.append(EntryRemark("TFLOPS counted", EXACT))
     if recipe.note:
-        found.append(EntryRemark("note", " ".join(recipe.note.split())))
+        remarks.append(EntryRemark("note", " ".join(recipe.note.split())))
     printed = published.printed if published else {}
-    found += [
+    remarks += [
         EntryRemark(f"{key} printed as", str(value)) for key, value in printed.items()
     ]
     for kind in ("differs", "unknown", "inferred"):
-        found += [
+        remarks += [
             EntryRemark(kind, text, key) for key, text in getattr(recipe, kind).items()
         ]
-    return found
+    return remarks

@@ -100,9 +100,9 @@ class Plot:
 
 def throughput(entries: Sequence[RowEntry]) -> list[Plot]:
     """Plot published numbers as bars and measured ones as points, one plot per quantity."""
-    found = [key for key in THROUGHPUT if _published(entries, key)]
-    rates = [key for key in found if key != TIME]
-    return [_throughput(entries, key) for key in rates or found]
+    keys = [key for key in THROUGHPUT if _published(entries, key)]
+    rates = [key for key in keys if key != TIME]
+    return [_throughput(entries, key) for key in rates or keys]
 
 
 def losses(runs: Sequence[ReportedRun], over: Over = "steps") -> list[Plot]:
@@ -110,7 +110,7 @@ def losses(runs: Sequence[ReportedRun], over: Over = "steps") -> list[Plot]:
 
     Runs whose losses are not comparable have plots of their own; a plot has `RUNS_PER_PLOT` runs.
     """
-    found = []
+    plots = []
     for drawn in _comparable(run for run in runs if run.training or run.validation):
         for start in range(0, len(drawn), RUNS_PER_PLOT):
             some = drawn[start : start + RUNS_PER_PLOT]
@@ -118,8 +118,8 @@ def losses(runs: Sequence[ReportedRun], over: Over = "steps") -> list[Plot]:
             if len(some) < len(drawn):
                 which = f"runs {start + 1} to {start + len(some)} of {len(drawn)}"
                 title = f"Loss, {which}"
-            found.append(_losses(some, over, title))
-    return found
+            plots.append(_losses(some, over, title))
+    return plots
 
 
 def _comparable(runs: Iterable[ReportedRun]) -> list[list[ReportedRun]]:
@@ -261,11 +261,11 @@ def _losses(runs: Sequence[ReportedRun], over: Over, title: str) -> Plot:
 def thin(points: Points) -> Points:
     """Reduce a curve to at most MOST_POINTS points by averaging neighbours."""
     size = ceil(len(points) / MOST_POINTS)
-    found = []
+    thinned = []
     for start in range(0, len(points), size or 1):
         across, up = zip(*points[start : start + size], strict=True)
-        found.append((mean(across), mean(up)))
-    return found
+        thinned.append((mean(across), mean(up)))
+    return thinned
 
 
 def _published(entries: Sequence[RowEntry], key: str) -> dict[str, float]:
@@ -280,10 +280,10 @@ def _published(entries: Sequence[RowEntry], key: str) -> dict[str, float]:
 def _counted_as(entries: Sequence[RowEntry]) -> str | None:
     """Return our count of TFLOPS that matches the published ones; None where sources used both."""
     published = [entry.row.published for entry in entries if entry.row.published]
-    found = {each.tflops_by for each in published if each.tflops is not None} or {
+    counts = {each.tflops_by for each in published if each.tflops is not None} or {
         "formula"
     }
-    return TFLOPS_BY[found.pop()][1] if len(found) == 1 else None
+    return TFLOPS_BY[counts.pop()][1] if len(counts) == 1 else None
 
 
 def _axis(entries: Sequence[RowEntry], key: str) -> str:
@@ -305,12 +305,12 @@ def _measured(entry: RowEntry, key: str) -> float | None:
 
 def _entropies(runs: Sequence[ReportedRun]) -> list[tuple[str, float]]:
     """Return the entropies of the runs' validation texts, each once."""
-    found = set()
+    entropies = set()
     for run in runs:
         for kind, value in vars(run.result.entropies).items():
             if value is not None:
-                found.add((kind, round(value, 4)))
-    return sorted(found)
+                entropies.add((kind, round(value, 4)))
+    return sorted(entropies)
 
 
 def new_axes(

@@ -231,9 +231,10 @@ def _digest(run: RunDirectory) -> str | None:
     if not run.tokenizer.is_dir():
         return None
     # with transformers, which a report without runs does not need
+    from data.text.vocabulary import vocabulary_digest
     from launch.records import vocabulary
 
-    return vocabulary.vocabulary_digest(vocabulary.load(run.path))[:12]
+    return vocabulary_digest(vocabulary.load(run.path))[:12]
 
 
 def _continued(records: Records, result: Result) -> bool:
@@ -278,7 +279,7 @@ def find(arguments: Sequence[str]) -> list[Path]:
     Raises:
         ProblemsError: every argument that leads to no run, one line each.
     """
-    found: dict[Path, Path] = {}
+    by_place: dict[Path, Path] = {}
     problems = []
     for argument in arguments:
         try:
@@ -294,11 +295,11 @@ def find(arguments: Sequence[str]) -> list[Path]:
             )
         else:
             for path in runs:
-                found.setdefault(path.resolve(), path)
+                by_place.setdefault(path.resolve(), path)
     if problems:
         raise ProblemsError(problems)
-    check_names("run", found)
-    return list(found.values())
+    check_names("run", by_place)
+    return list(by_place.values())
 
 
 def is_run(path: Path) -> bool:
@@ -359,7 +360,7 @@ def _subdirectories(path: Path) -> list[Path]:
 def labels(paths: Sequence[Path]) -> list[str]:
     """Return a short name for each path: the fewest last parts that make it unique."""
     parts = [path.resolve().parts for path in paths]
-    found = []
+    names = []
     for own in parts:
         others = [other for other in parts if other != own]
         length = 1
@@ -367,5 +368,5 @@ def labels(paths: Sequence[Path]) -> list[str]:
             other[-length:] == own[-length:] for other in others
         ):
             length += 1
-        found.append("/".join(own[-length:]).replace("//", "/"))
-    return found
+        names.append("/".join(own[-length:]).replace("//", "/"))
+    return names

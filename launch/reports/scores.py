@@ -178,7 +178,7 @@ def finetuned_models(
 
     Unreadable summaries are added to `problems`.
     """
-    found = dict[Path, list[FinetunedModel]]()
+    models = dict[Path, list[FinetunedModel]]()
     for run in runs:
         scores = run.result.task_scores
         is_tuned = run.recipe and run.recipe.task and run.result.status == "ok"
@@ -192,11 +192,11 @@ def finetuned_models(
             fix = "start the same command again, or leave its runs out"
             problems.append(f"{' '.join(str(error).split())}: {fix}")
         if summary and run.path.name in {each.name for each in summary.seeds}:
-            found[above] = list(_of_summary(run, summary))
+            models[above] = list(_of_summary(run, summary))
         else:
             alone = FinetunedModel(run, _values(scores), run.label, run.path)
-            found[run.path] = [alone]
-    return list(chain.from_iterable(found.values()))
+            models[run.path] = [alone]
+    return list(chain.from_iterable(models.values()))
 
 
 def _of_summary(run: ReportedRun, summary: Summary) -> Iterator[FinetunedModel]:
@@ -291,8 +291,8 @@ def _score_rows(runs: Sequence[ReportedRun]) -> Iterator[tuple[str, ...]]:
     for run in runs:
         for score in run.scores:
             by_name.setdefault(score.name, []).append((run, score))
-    for name, found in sorted(by_name.items()):
-        for run, score in found:
+    for name, scored in sorted(by_name.items()):
+        for run, score in scored:
             step = "" if score.step is None else f", step {score.step:,}"
             how = f"{score.data}, {score.windowed}, {score.precision}"
             figure, value = next(iter(score.figures.items()))

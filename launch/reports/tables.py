@@ -91,7 +91,7 @@ class Tables:
         Raises:
             ProblemsError: every missing or unreadable table, with near matches.
         """
-        found: dict[str, None] = {}
+        names: dict[str, None] = {}
         problems: list[Problem] = []
         for name in asked:
             path = Path(name)
@@ -104,12 +104,12 @@ class Tables:
                     problems.append(
                         Problem("--table", f"--table {name}", "no such table", hint)
                     )
-                found[name] = None
+                names[name] = None
             except ProblemsError as error:
                 problems += error.problems
         if problems:
             raise ProblemsError(problems)
-        return list(found)
+        return list(names)
 
     def published(self) -> list[str]:
         """Return the names of all tables reproduced from documents, and of unreadable files."""
@@ -130,10 +130,10 @@ class Tables:
         """Return the current recipe of table/row; None if it is missing or invalid."""
         table, _, row = full_name.rpartition("/")
         try:
-            found = self.get(table)
+            published = self.get(table)
         except ProblemsError:
             return None
-        return known.recipe if found and (known := found.row(row)) else None
+        return known.recipe if published and (known := published.row(row)) else None
 
 
 def load(table: Table) -> PublishedTable:

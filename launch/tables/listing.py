@@ -128,9 +128,9 @@ def fitting(rows: Sequence[ListedRecipe], node: Node) -> list[ListedRecipe]:
     """Return the rows that fit one such node, each with how it does."""
     left = list[ListedRecipe]()
     for row in rows:
-        found = fit(row.recipe, node)
-        if found.fits:
-            left.append(replace(row, fits=how(found)))
+        placed = fit(row.recipe, node)
+        if placed.fits:
+            left.append(replace(row, fits=how(placed)))
     return left
 
 

@@ -15,11 +15,11 @@ NAMES = {
 def scores(downstream: Downstream | None) -> Iterator[tuple[str, str]]:
     """Yield task and numbers of printed scores, as in ("RACE", "89.5 (91.8/88.6)")."""
     for task, name in NAMES.items():
-        found = getattr(downstream, task, None)
-        if found:
+        score = getattr(downstream, task, None)
+        if score:
             first, *rest = (
                 f"{value:g}"
-                for value in found.model_dump().values()
+                for value in score.model_dump().values()
                 if value is not None
             )
             if task == "race" and rest:
@@ -28,20 +28,18 @@ def scores(downstream: Downstream | None) -> Iterator[tuple[str, str]]:
                 yield name, "/".join([first, *rest])
 
 
-def score_lines(published: Published) -> list[tuple[str, str]]:
-    """Return lines about the scores: each task, the best before it, and the ensemble."""
+def score_lines(published: Published) -> Iterator[tuple[str, str]]:
+    """Yield lines about the scores: each task, the best before it, and the ensemble."""
     before = dict(scores(published.previous))
-    lines = []
     for name, value in scores(published.downstream):
         if name in before:
             value += f", {before[name]} before"
-        lines.append((name, value))
+        yield name, value
     if published.ensemble:
         count = (
             "several" if published.ensemble == "unstated" else f"{published.ensemble}"
         )
-        lines.append(("answers of", f"{count} fine-tuned models together"))
+        yield "answers of", f"{count} fine-tuned models together"
     if published.trained_tokens is not None:
         times = f"{published.trained_tokens:g} x"
-        lines.append(("trained tokens", f"{times} those of the table's smallest model"))
-    return lines
+        yield "trained tokens", f"{times} those of the table's smallest model"

@@ -250,7 +250,7 @@ def next_step(
         own = samples_sum(batches.peek()[0], salts[..., 0, 0].tolist())
         halves = torch.tensor([*divmod(own % 2**64, 2**32), 0])
     dist.all_reduce(halves, group=grid.control_group)
-    high, low, missing = halves.tolist()
+    high, low, missing = map(int, halves.tolist())
     if missing:
         return None
     # the ranks of a model copy have the same samples

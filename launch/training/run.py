@@ -393,11 +393,13 @@ class ForwardClock:
         pairs = list(zip(self._marks[::2], self._marks[1::2], strict=True))
         self._marks = []
         if not self._on_stream:
-            return sum(end - begin for begin, end in pairs)
+            seconds: float = sum(end - begin for begin, end in pairs)
+            return seconds
         # mostly done: the step has waited for its norm
         if pairs and not pairs[-1][1].query():
             pairs[-1][1].synchronize()
-        return sum(begin.elapsed_time(end) for begin, end in pairs) / 1000
+        milliseconds: float = sum(begin.elapsed_time(end) for begin, end in pairs)
+        return milliseconds / 1000
 
     def _end(self, *_: Any) -> None:
         self._mark()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ def learning_rate(recipe: Recipe, step: int) -> float:
         shape = chosen.wsd_decay_style or "exponential"
         begin = end_step - (chosen.wsd_decay_steps or 1)
         length = end - count(begin)
-    left = {
+    left: Callable[[float], float] = {
         "cosine": lambda x: (1 + math.cos(math.pi * x)) / 2,
         "linear": lambda x: 1 - x,
         "polynomial": lambda x: (1 - x) ** (chosen.power or 1),

@@ -56,7 +56,9 @@ def build(
         mock.patch.object(hf_deepspeed, "initialize_weights_zero3", lambda model: None),
         no_init_weights(),
     ):
-        built = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        built: GPT2LMHeadModel = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32
+        )
     built.tie_weights()  # from_config leaves this out, too, without its weights
     given = initial_weights.read(recipe) if initial_weights and drawn else None
     _fill(

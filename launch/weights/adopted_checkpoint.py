@@ -166,12 +166,12 @@ def check_rounding(state: states.DeepSpeedState) -> None:
 
 def _scaler(plan: Plan, state: states.DeepSpeedState) -> ScalerState | None:
     """Return the state of the loss scaler, where both runs are in fp16."""
-    found: Mapping[str, float] = state.scaler
-    if plan.precision != "fp16" or not found:
+    scaler: Mapping[str, float] = state.scaler
+    if plan.precision != "fp16" or not scaler:
         return None
     return ScalerState(
-        float(found["cur_scale"]),
-        int(found["cur_iter"]),
-        int(found["last_overflow_iter"]),
-        max(1, int(found.get("cur_hysteresis", 1))),
+        float(scaler["cur_scale"]),
+        int(scaler["cur_iter"]),
+        int(scaler["last_overflow_iter"]),
+        max(1, int(scaler.get("cur_hysteresis", 1))),
     )

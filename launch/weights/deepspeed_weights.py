@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -87,9 +87,9 @@ class DeepSpeedWeights(OfDeepSpeed, TransformersWeights):
         source = CONFIG if self.stated else "its embeddings"
         return MessageWords(f"a {kind}", source, f"give a run of a whole {kind}")
 
-    def untied(self, model: Model) -> list[tuple[str, str]]:
+    def untied(self, model: Model) -> Iterable[tuple[str, str]]:
         """Return each copy that the optimizer has apart from its tied tensor."""
-        return [*conversion_of(model).select(self._state_dict).copies]
+        return conversion_of(model).select(self._state_dict).copies
 
     def canonical(self, recipe: Recipe, kind: str) -> LazyWeights:
         return conversion_of(recipe.model).to_canonical(

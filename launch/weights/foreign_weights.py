@@ -115,16 +115,16 @@ class Saved:
         Reads the headers of the tensors; one process of a machine also reads tied tensors.
         """
         model = recipe.model
-        found = self.stored(model)
+        stored = self.stored(model)
         words = self.words(model)
-        expected = self.expected(with_few_layers(recipe, len(found)))
+        expected = self.expected(with_few_layers(recipe, len(stored)))
         missing = {}
         held = {}
         for name, (ours, shape) in expected.items():
             if model.task_head != "none" and ours.startswith(NEW_HEADS):
                 continue  # it is drawn
-            if name in found:
-                held[name] = found[name], shape
+            if name in stored:
+                held[name] = stored[name], shape
             else:
                 missing[name] = ours
         if missing:
@@ -134,7 +134,7 @@ class Saved:
             yield Problem(KEY, came, rule, fix or words.fix)
         left = self.sentence_head if model.sentence_head == "none" else ()
         unexpected = []
-        for name in found:
+        for name in stored:
             if name not in expected and not name.startswith(left):
                 unexpected.append(name)
         if unexpected and model.task_head == "none":
@@ -299,7 +299,7 @@ class TransformersWeights(Saved):
             fix = self.words(recipe.model).fix
             yield Problem(KEY, came, "one of them would be lost", fix)
 
-    def untied(self, model: Model) -> list[tuple[str, str]]:
+    def untied(self, model: Model) -> Iterable[tuple[str, str]]:
         return conversion_of(model).select(self._state_dict).untied()
 
     def weights(self, recipe: Recipe) -> LazyWeights:
@@ -357,17 +357,17 @@ class MegatronWeights(Saved):
 
     def expected(self, recipe: Recipe) -> Mapping[str, tuple[str, torch.Size]]:
         meta = meta_parameters(recipe)
-        found = {
+        shapes = {
             name: (ours, meta[ours].shape)
             for ours, name in names.name_map(recipe.model).items()
         }
-        for name in names.WITH_PADDING & found.keys() & self.checkpoint.tensors.keys():
-            ours, (rows, *rest) = found[name]
-            found[name] = (
+        for name in names.WITH_PADDING & shapes.keys() & self.checkpoint.tensors.keys():
+            ours, (rows, *rest) = shapes[name]
+            shapes[name] = (
                 ours,
                 torch.Size((max(rows, self.checkpoint.tensors[name].shape[0]), *rest)),
             )
-        return found
+        return shapes
 
     @property
     def rows(self) -> int:
@@ -379,19 +379,19 @@ class MegatronWeights(Saved):
             f"a Megatron {model.family} of these arguments", "its arguments", fix
         )
 
-    def untied(self, model: Model) -> list[tuple[str, str]]:
+    def untied(self, model: Model) -> Iterable[tuple[str, str]]:
         return self.checkpoint.untied()
 
     def remarks(self, recipe: Recipe) -> Iterator[str]:
         yield from super().remarks(recipe)
-        found = self.checkpoint
-        slices = counted(found.slices, "tensor slice")
-        yield f"a Megatron checkpoint of version {found.version:g} in {slices}, {found.where}"
-        if not found.arguments:
+        checkpoint = self.checkpoint
+        slices = counted(checkpoint.slices, "tensor slice")
+        yield f"a Megatron checkpoint of version {checkpoint.version:g} in {slices}, {checkpoint.where}"
+        if not checkpoint.arguments:
             yield "they keep no arguments: GELU's form and LayerNorm's epsilon are Megatron's defaults"
-        eps = found.arguments.get("layernorm_epsilon", 1e-5)
-        if found.is_bert and (found.tanh_gelu or eps != BERT_NORM_EPS):
-            gelu = "the tanh form of GELU" if found.tanh_gelu else "the exact GELU"
+        eps = checkpoint.arguments.get("layernorm_epsilon", 1e-5)
+        if checkpoint.is_bert and (checkpoint.tanh_gelu or eps != BERT_NORM_EPS):
+            gelu = "the tanh form of GELU" if checkpoint.tanh_gelu else "the exact GELU"
             yield (
                 f"they were trained with {gelu} and LayerNorm's epsilon {eps}, our BERT has the exact form "
                 f"and {BERT_NORM_EPS:g}: its outputs differ a little at first"

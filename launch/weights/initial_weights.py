@@ -120,7 +120,7 @@ class GivenModel:
             **dict(flatten(recipe.model_dump())),
             "model.positions": recipe.positions,
         }
-        found = (
+        problems = (
             []
             if self.form == own
             else [_other_kind(self.form.model_type, recipe.model, own)]
@@ -129,12 +129,12 @@ class GivenModel:
         if self.shared_layers != values[SHARED]:
             rule = "layers that share their parameters are not layers of their own"
             came = f"has {SHARED}={self.shared_layers}, and the recipe {values[SHARED]}"
-            found.append(Problem(KEY, came, rule))
+            problems.append(Problem(KEY, came, rule))
         for key, size in self.shape.items():
             if size != values[key]:
                 follows = key == "model.positions" and recipe.model.positions is None
                 here = f"{'sequence_length' if follows else key} is {values[key]}"
-                found.append(
+                problems.append(
                     Problem(
                         KEY,
                         f"{self.form.shape[key][0]}={size}, but the recipe's {here}",
@@ -151,9 +151,9 @@ class GivenModel:
         asked = " ".join(
             f"--set {key}={_setting(value)}" for key, value in sets.items()
         )
-        yield from found[:-1]
+        yield from problems[:-1]
         fix = advice.format(flags=asked, keys=", ".join(sets))
-        yield from (replace(last, fix=fix) for last in found[-1:])
+        yield from (replace(last, fix=fix) for last in problems[-1:])
 
     def _settings(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings of a recipe with these values for a model of this form, besides its shape."""
@@ -285,20 +285,20 @@ class InitialWeights:
         came, fix = unread_kinds.named(path)
         if came:
             raise self.error(Problem(KEY, came, fix=fix))
-        found = None
+        saved = None
         other = None
         try:
             if path.is_dir():
-                found = saved_in(path)
-            if isinstance(found, TransformersWeights):
+                saved = saved_in(path)
+            if isinstance(saved, TransformersWeights):
                 other = elsewhere(path, KEY)
             came = "is a file" if path.exists() else "does not exist"
         except (OSError, ValueError) as error:  # a name too long, a NUL, no permission
             came = f"cannot be read ({error})"
         if other:
             raise self.error(Problem(KEY, *other))
-        if found:
-            return found
+        if saved:
+            return saved
         name = str(path)
         hub = (
             re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name)

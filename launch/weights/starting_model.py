@@ -90,6 +90,8 @@ class StartingModel(InitialWeights):
     def settings(self, texts: Sequence[str]) -> dict[str, Any]:
         """Return the keys of a recipe that the weights decide, and their values; `texts`: of --set.
 
+        A vocabulary that the user asks for wins over every other one, then see `_tokenizer`.
+
         Raises ProblemsError: the weights do not say their shape, or have a tokenizer of another size.
         """
         size = None
@@ -98,26 +100,32 @@ class StartingModel(InitialWeights):
         given = self.model(size)
         values = self._shape(given) if self.recipe is None else {}
         rows = given.shape["model.vocab_size"]
-        asked = any(text.strip().startswith("data.tokenizer") for text in texts)
         for kind, known in PUBLISHED_VOCABULARIES.items():
             if f"data.tokenizer.kind={kind}" in texts and known != rows:
                 came = f"data.tokenizer.kind={kind} has {known:,} tokens, and they have {rows:,} rows"
                 fix = "leave data.tokenizer out: their tokenizer is taken"
                 raise self.error(Problem("data.tokenizer.kind", came, fix=fix))
-        if self.insists or asked:
-            return values
+        asked = any(text.strip().startswith("data.tokenizer") for text in texts)
+        if not (self.insists or asked):
+            values |= self._tokenizer(size, rows)
+        return values
+
+    def _tokenizer(self, size: int | None, rows: int) -> dict[str, Any]:
+        """Return the setting of the tokenizer; {}: that of the recipe wins.
+
+        Without a tokenizer beside the weights a named recipe's wins, else a published one that has a token for
+        each of the `rows`. With one, a named recipe's wins unless it would be trained, else the weights' own.
+        """
         if size is None:
-            if self.recipe is None and rows in TOKENIZERS:
-                values["data.tokenizer"] = {"kind": TOKENIZERS[rows]}
-            return values
+            published = None if self.recipe else TOKENIZERS.get(rows)
+            return {"data.tokenizer": {"kind": published}} if published else {}
         if self.recipe is not None:
             if self.named_recipe.recipe.data.tokenizer.kind not in TRAINED:
-                return values
+                return {}
         elif size != rows:
             came = f"its tokenizer has {size:,} tokens, and its embedding {rows:,} rows"
             raise self.error(Problem(KEY, came, "at most 1,023 rows pad", NAME_IT))
-        values["data.tokenizer"] = {"kind": "file", "path": str(self.tokenizer)}
-        return values
+        return {"data.tokenizer": {"kind": "file", "path": str(self.tokenizer)}}
 
     def _shape(self, given: GivenModel) -> dict[str, Any]:
         """Return the keys of the whole model."""

@@ -92,12 +92,12 @@ class TheirSettings:
     def trainer(self) -> Mapping[str, Any]:
         """Trainer's state; {} without one. Raises FileError: it is at another step."""
         path = self.directory / "trainer_state.json"
-        found = read_json_object(path) if is_file(path) else {}
-        step = found.get("global_step", self.state.steps)
+        trainer = read_json_object(path) if is_file(path) else {}
+        step = trainer.get("global_step", self.state.steps)
         if step != self.state.steps:
             rule = f"{self.state.where} is after step {self.state.steps}"
             refuse(path, f"says global_step={step}", rule, COPY)
-        return found
+        return trainer
 
     @property
     def steps(self) -> int | None:
@@ -114,7 +114,7 @@ class TheirSettings:
         if not (is_file(path) and is_sound(path)):
             return {}
         try:
-            return vars(load(path))
+            return dict(vars(load(path)))
         except (FileError, TypeError):
             return {}
 
@@ -168,7 +168,7 @@ class TheirSettings:
         ours = self.exported.get("optimizer") or {}
         groups = self.state.groups
         own = max(groups, key=lambda group: group.get("weight_decay", 0.0))
-        found = {**ours, "initial_lr": ours.get("lr"), **own}
+        merged = {**ours, "initial_lr": ours.get("lr"), **own}
         params = lookup(self.config, "optimizer.params") or {}
         added = self.stated == "adam" and params.get("adam_w_mode") is False
         added = added or own.get("decoupled_weight_decay") is False
@@ -176,10 +176,10 @@ class TheirSettings:
         faults = {
             f"was trained with {self.stated}": self.stated not in ("", *ADAM),
             "has groups as RAdam and NAdam of torch have": others,
-            "was trained with amsgrad": found.get("amsgrad"),
-            "was trained with maximize": found.get("maximize"),
-            "adds weight decay to gradients": added and found.get("weight_decay"),
-            "states no betas of its Adam": "betas" not in found,
+            "was trained with amsgrad": merged.get("amsgrad"),
+            "was trained with maximize": merged.get("maximize"),
+            "adds weight decay to gradients": added and merged.get("weight_decay"),
+            "states no betas of its Adam": "betas" not in merged,
         }
         for key, held in STATED.items():
             stated = _plain(params.get(key))
@@ -190,7 +190,7 @@ class TheirSettings:
             if fault:
                 rule = "AdamW's moments are taken, with their betas, without amsgrad"
                 refuse(self.state.where, came, rule, WEIGHTS_ALONE)
-        return found
+        return merged
 
     @property
     def rate(self) -> float:
@@ -203,7 +203,8 @@ class TheirSettings:
         processes = getattr(self.arguments.get("distributed_state"), "num_processes", 0)
         micro = self.trainer.get("train_batch_size")
         if micro and processes and not self.state.samples:
-            return micro * processes * self.arguments["gradient_accumulation_steps"]
+            passes = self.arguments["gradient_accumulation_steps"]
+            return int(micro * processes * passes)
         each, rest = divmod(self.state.samples, max(1, self.state.steps))
         if rest:
             return None
@@ -213,7 +214,7 @@ class TheirSettings:
         """Return what its files state, by the recipe's keys. `base`: the recipe of all else."""
         group = self.group
         config = self.config
-        found: dict[str, Any] = {
+        settings: dict[str, Any] = {
             "optimizer.name": "adamw",
             "optimizer.betas": [*group["betas"]],
             "optimizer.eps": group.get("eps", base.optimizer.eps),
@@ -225,25 +226,25 @@ class TheirSettings:
             clip = lookup(config, "gradient_clipping")
             clip = self.default_clip if clip is None else clip
             if clip is not None:
-                found["optimizer.clip"] = float(clip)
+                settings["optimizer.clip"] = float(clip)
         if self.batch is not None:
-            found["batch.global"] = self.batch
+            settings["batch.global"] = self.batch
             for key in ("micro", "accumulation", "rampup"):
-                found[f"batch.{key}"] = None
+                settings[f"batch.{key}"] = None
         for theirs, ours in ARGUMENTS.items():
             if type(self.model.get(theirs)) is int:
-                found[ours] = self.model[theirs]
+                settings[ours] = self.model[theirs]
         if self.steps is not None:
-            found["steps"] = self.steps
-        found |= self._model_settings()
-        found |= self._schedule(base)
+            settings["steps"] = self.steps
+        settings |= self._model_settings()
+        settings |= self._schedule(base)
         if self.exported:
-            found |= dict(flatten(self.exported))
-        return found
+            settings |= dict(flatten(self.exported))
+        return settings
 
     def _model_settings(self) -> dict[str, Any]:
         """Return precision and dropout."""
-        found: dict[str, Any] = {}
+        settings: dict[str, Any] = {}
         config = self.config
         module = self.state.module.values()
         types = {PRECISIONS.get(tensor.dtype) for tensor in module}
@@ -255,13 +256,13 @@ class TheirSettings:
         if lookup(config, "torch_autocast.enabled") is True:
             types = set()
         if len(types) == 1:
-            found["precision"] = types.pop()
+            settings["precision"] = types.pop()
         for hidden, attention in DROPOUT:
             rates = {self.model[key] for key in hidden if key in self.model}
             if len(rates) == 1:
-                found["dropout.hidden"] = rates.pop()
-                found["dropout.attention"] = self.model.get(attention, 0.0)
-        return found
+                settings["dropout.hidden"] = rates.pop()
+                settings["dropout.attention"] = self.model.get(attention, 0.0)
+        return settings
 
     def _peak(self) -> float:
         """Return the peak learning rate: where a schedule began with it, or what an optimizer got."""
@@ -305,18 +306,18 @@ class TheirSettings:
             return {}
         if warmup / each % 1 or end / each % 1:
             return {}
-        found = _of(kind, int(warmup / each), int(end / each))
-        if found:
-            found["schedule.min_lr"] = lowest
-            found["optimizer.lr"] = rate
-        return found
+        schedule = _of(kind, int(warmup / each), int(end / each))
+        if schedule:
+            schedule["schedule.min_lr"] = lowest
+            schedule["optimizer.lr"] = rate
+        return schedule
 
     def changes(self) -> tuple[Change, ...]:
         """Return what of its optimizer is otherwise here."""
         groups = self.state.groups
         if self.exported:
             return ()
-        found = []
+        changes = []
         for key in ("lr", "betas", "eps", "bias_correction"):
             values = {}
             for group in groups:
@@ -325,7 +326,7 @@ class TheirSettings:
             if len(values) > 1:
                 was = [*values.values()]
                 now = self.group.get(key)
-                found.append(Change(key=f"optimizer.{key}", was=was, now=now))
+                changes.append(Change(key=f"optimizer.{key}", was=was, now=now))
         decay = self.group.get("weight_decay", 0.0)
         odd = {}
         for name, parameter in self.state.parameters.items():
@@ -338,8 +339,8 @@ class TheirSettings:
         if odd:
             key = f"optimizer.weight_decay of {some([*odd], 3)}"
             now = f"{decay:g} of matrices, none of vectors"
-            found.append(Change(key=key, was=[*{*odd.values()}], now=now))
-        return tuple(found)
+            changes.append(Change(key=key, was=[*{*odd.values()}], now=now))
+        return tuple(changes)
 
 
 def _plain(value: Any) -> Any:

@@ -46,9 +46,7 @@ def named(path: Path) -> tuple[str, str]:
     if any(name.startswith(NAMES) for name in names):
         return "", ""
     for pattern, (came, fix) in _KINDS.items():
-        found = fnmatch.filter(names, pattern)
-        if found:
-            fix = fix.replace("DIR", str(folder))
-            fix = fix.replace("FILE", found[0])
-            return came, fix
+        matches = fnmatch.filter(names, pattern)
+        if matches:
+            return came, fix.replace("DIR", str(folder)).replace("FILE", matches[0])
     return "", ""

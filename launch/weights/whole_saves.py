@@ -42,8 +42,8 @@ def read(directory: Path, optimizer: Path) -> DeepSpeedState:
         expect(weight.dtype == torch.float32, directory, came, rule, fix)
         module[name] = weight
     stated = {"optimizer": load_dict(optimizer), "module": module}
-    found = states.unpartitioned(directory, stated, "torch's Adam")
-    updates = int(found.bases[0]["state"][0]["step"])
+    optimizer_state = states.unpartitioned(directory, stated, "torch's Adam")
+    updates = int(optimizer_state.bases[0]["state"][0]["step"])
     trainer = directory / "trainer_state.json"
     steps = updates
     if is_file(trainer):
@@ -54,7 +54,7 @@ def read(directory: Path, optimizer: Path) -> DeepSpeedState:
         "skipped_steps": steps - updates if scaler else 0,
         "global_samples": 0,
     }
-    return states.state_of(directory, counts, found._replace(scaler=scaler))
+    return states.state_of(directory, counts, optimizer_state._replace(scaler=scaler))
 
 
 def _parameters(directory: Path, held: Set[str]) -> list[str]:

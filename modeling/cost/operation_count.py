@@ -167,7 +167,7 @@ def balanced_stages(layers: int, pp: int, head: float) -> list[int]:
 
     most = min(layers // pp, layers - (pp - 1))
     splits = [split(last) for last in range(most, 0, -1)]
-    return min(splits, key=lambda found: max(found[0], found[-1] + head))
+    return min(splits, key=lambda stages: max(stages[0], stages[-1] + head))
 
 
 def head_in_layers(

@@ -57,8 +57,8 @@ def is_sound(file: Path) -> bool:
     """
     if read_part(file, 0, 4) != b"PK\x03\x04":
         return False
-    found = file.stat()
-    _check_records(file, found.st_size, found.st_mtime_ns)
+    facts = file.stat()
+    _check_records(file, facts.st_size, facts.st_mtime_ns)
     return True
 
 
@@ -114,11 +114,11 @@ def load(file: Path) -> Any:
 
 def load_dict(file: Path) -> dict[str, Any]:
     """Read a file that holds values by name. Raises FileError."""
-    found = load(file)
-    if not isinstance(found, dict):
-        came = f"holds a {type(found).__name__}"
+    values = load(file)
+    if not isinstance(values, dict):
+        came = f"holds a {type(values).__name__}"
         refuse(file, came, "a checkpoint is a dictionary", "give another save")
-    return found
+    return values
 
 
 def _may_stand_in(name: str) -> bool:

@@ -81,12 +81,12 @@ def test_cached_memory_is_within_a_tenth(found):
 def test_logs_that_print_both_are_predicted_in_both(others):
     """Reserved was up to 19 % above the prediction, which stood where allocated memory is (Jean Zay)."""
     logs = [case for case in others if case.allocated]
-    found = validation.validate(logs)
-    for ratios in (found.ratios["allocated"], found.ratios["memory"]):
+    validated = validation.validate(logs)
+    for ratios in (validated.ratios["allocated"], validated.ratios["memory"]):
         assert fitting.error_of(ratios).rows == 5 and fitting.error_of(ratios).worst < 0.06
     shares = sorted(case.cached / case.allocated - 1 for case in logs)
     assert shares[2] == pytest.approx(fitted_constants().fragmentation, abs=0.005), "the constant's source"
-    text = validation.describe(found, verbose=True)
+    text = validation.describe(validated, verbose=True)
     assert "print it too: 2.9%" in text and text.count("18B-log-n4") == 2, "the errors, and the rows"
 
 
@@ -125,11 +125,11 @@ def test_the_constants_file_knows_what_it_was_fitted_on(published, others):
 
 
 def test_every_prediction_bears_the_error_that_validate_finds(published, others):
-    found = validation.validate([*published, *others])
-    text = validation.describe(found)
+    validated = validation.validate([*published, *others])
+    text = validation.describe(validated)
     now = {}
     for quantity in ("time", "memory"):
-        now |= fitting.by_kind(quantity, found.ratios[quantity], fitted())
+        now |= fitting.by_kind(quantity, validated.ratios[quantity], fitted())
     assert now.keys() == fitted().errors.keys() == ROWS_OF.keys()
     for kind, error in now.items():
         assert fitted().errors[kind].model_dump() == pytest.approx(error.model_dump(), abs=1e-4), (
@@ -162,11 +162,11 @@ def test_a_prediction_bears_the_error_of_rows_of_its_kind(published, others):
 def test_fp32_is_predicted_by_the_units_that_compute_it(others, monkeypatch):
     """At the share, tile and depth of tensor cores one V100 came out twice too slow, and out of memory."""
     page = [case for case in others if case.document == "transformers-one-gpu"]
-    found = validation.validate(page)
-    assert len(found.verdicts) == 5 and all(each.right for each in found.verdicts)
-    fp32 = [ratio for ratio in found.ratios["time"] if ratio.case.work.precision == "fp32"]
+    validated = validation.validate(page)
+    assert len(validated.verdicts) == 5 and all(each.right for each in validated.verdicts)
+    fp32 = [ratio for ratio in validated.ratios["time"] if ratio.case.work.precision == "fp32"]
     assert all(0.9 < ratio.predicted / ratio.published < 1.35 for ratio in fp32) and len(fp32) == 3
-    assert all(abs(ratio.error) < 0.2 for ratio in found.ratios["memory"])
+    assert all(abs(ratio.error) < 0.2 for ratio in validated.ratios["memory"])
     monkeypatch.setattr(step_time_module, "TILE_FP32", step_time_module.TILE)
     small = next(ratio for ratio in fp32 if ratio.case.name == "fp32-1x4")
     (coarse,) = fitting.ratios("time", [small.case], fitted_constants())
@@ -190,9 +190,11 @@ def test_fitting_finds_the_constants_that_made_the_times(published):
         for case in published
         if case.printed("time")
     ]
-    found = fitting.fit(by_document(made))
-    assert found.matrix == pytest.approx(0.62, rel=0.02) and found.traffic == pytest.approx(1.6, rel=0.05)
-    errors = [abs(math.log(r.predicted / r.published)) for r in fitting.ratios("time", made, found)]
+    refitted = fitting.fit(by_document(made))
+    assert refitted.matrix == pytest.approx(0.62, rel=0.02) and refitted.traffic == pytest.approx(
+        1.6, rel=0.05
+    )
+    errors = [abs(math.log(r.predicted / r.published)) for r in fitting.ratios("time", made, refitted)]
     assert sum(errors) / len(errors) < 0.01
 
 

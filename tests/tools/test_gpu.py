@@ -185,8 +185,8 @@ def measured(*names: str) -> list[Specification]:
 def test_nothing_is_fetched_from_the_hub_and_each_system_of_124m_is_measured_in_both_forms():
     kinds = {spec.load().data.tokenizer.kind for spec in measured(*gpu.STEPS)}
     assert kinds <= {"gpt2", "trained_bpe", "trained_wordpiece"}
-    found = {(spec.system, spec.compiled) for spec in measured("124m")}
-    assert found == {*product(("ours", "nano", "transformers"), (False, True))}
+    forms = {(spec.system, spec.compiled) for spec in measured("124m")}
+    assert forms == {*product(("ours", "nano", "transformers"), (False, True))}
 
 
 def test_the_first_step_has_every_stage_with_dropout_in_both_precisions():

@@ -29,8 +29,8 @@ def tensor(*size: int, dtype: torch.dtype = torch.float32, grad: bool = False) -
 def test_bytes_and_operations_are_those_of_the_operands():
     x, weight = tensor(M, K), tensor(N, K, grad=True)
     counts = count(lambda: F.gelu(F.linear(x, weight)).sum())
-    found = Counter(kernel.name for kernel in counts.kernels)
-    assert found == Counter(mm=2, gelu=1, sum=1, ones_like=1, gelu_backward=1)
+    names = Counter(kernel.name for kernel in counts.kernels)
+    assert names == Counter(mm=2, gelu=1, sum=1, ones_like=1, gelu_backward=1)
     product = 4 * (M * K + K * N + M * N)
     assert {k.moved for k in counts.kernels if k.name == "mm"} == {product}
     numbers = counts.numbers()
@@ -61,12 +61,12 @@ def test_time_is_the_larger_of_bytes_and_operations():
 def test_our_model_starts_no_more_kernels_than_a_plain_gpt2_and_moves_no_more_bytes(dropout):
     """fp16 and bf16 are alike."""
     own = [*SMALL, f"dropout.hidden={dropout}", f"dropout.attention={dropout}"]
-    found = {}
+    numbers = {}
     for precision in ("fp16", "bf16"):
         recipe = one_micro_batch("openwebtext/gpt2-124m", [*own, f"precision={precision}"])
-        found[precision] = [count(one_pass).numbers() for _, one_pass in passes(recipe)]
-    assert found["fp16"] == found["bf16"]
-    ours, plain, theirs = found["bf16"]
+        numbers[precision] = [count(one_pass).numbers() for _, one_pass in passes(recipe)]
+    assert numbers["fp16"] == numbers["bf16"]
+    ours, plain, theirs = numbers["bf16"]
     assert ours["kernels"] <= plain["kernels"] < theirs["kernels"]
     assert ours["bytes"] <= 1.1 * plain["bytes"] and not ours["waits"]
     assert ours["operations"] == pytest.approx(plain["operations"], rel=0.01), "but for rows of padding"

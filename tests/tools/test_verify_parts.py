@@ -36,8 +36,8 @@ def test_agreement_within_the_rounding_of_an_input():
         ("17.725", "within the rounding of the time"),
         ("17.730", None),
     ):
-        found = recompute(Printed.read(printed), "the time", lambda s: 28 * 8 * 1024 * 4 / (s * 32e3), time)
-        assert found == (pytest.approx(17.7206, abs=1e-4), how)
+        result = recompute(Printed.read(printed), "the time", lambda s: 28 * 8 * 1024 * 4 / (s * 32e3), time)
+        assert result == (pytest.approx(17.7206, abs=1e-4), how)
 
 
 @pytest.fixture
@@ -61,8 +61,8 @@ def test_positions_are_counted_whatever_the_length_of_samples(name, layout):
         row, settings = "default/sotu", ["model.implementation=transformers"]
     settings += ["sequence_length=64", "ds_config=zero1"]
     plain, longer = catalog.load(row, settings), catalog.load(row, [*settings, "model.positions=500"])
-    found, rows = quantities.counts(longer), (500 - 64) * plain.model.hidden
-    assert found == quantities.arithmetic(longer) and found.once == quantities.counts(plain).once + rows
+    counted, rows = quantities.counts(longer), (500 - 64) * plain.model.hidden
+    assert counted == quantities.arithmetic(longer) and counted.once == quantities.counts(plain).once + rows
     works = [workload.of_plan(published_plan(recipe)) for recipe in (plain, longer)]
     assert works[1].parameters_of(0) == works[0].parameters_of(0) + rows
     assert works[1].tokens == works[0].tokens
@@ -102,9 +102,9 @@ def test_wrong_evidence_is_named_with_its_line(evidence_of, text, said):
 
 def test_evidence_is_of_all_rows_or_of_a_pattern(evidence_of):
     text = "settings: [{source: s, says: {q: {steps: 1}}, rows: {'[ab]-2': {r: {precision: fp16}}}}]"
-    found = evidence_of(text)
-    assert [statement.key for statement in found.statements("a-1")] == ["steps"]
-    assert [statement.key for statement in found.statements("b-2")] == ["steps", "precision"]
+    evidence = evidence_of(text)
+    assert [statement.key for statement in evidence.statements("a-1")] == ["steps"]
+    assert [statement.key for statement in evidence.statements("b-2")] == ["steps", "precision"]
 
 
 @pytest.fixture(scope="module")

@@ -160,45 +160,45 @@ def rows(args: argparse.Namespace, machine: dict[str, Any]) -> Iterator[Row]:
         steps = [step for step in steps if not step.minutes]
     minutes = args.minutes or sum(step.minutes for step in steps)
     end = psutil.Process().create_time() + 60 * (minutes or 10**5)
-    found = []
+    outcomes = []
     for step in steps:
         terminal.say("\n".join(filter(None, ("", step.name, step.title, step.goal))))
         for number, command in enumerate(step.commands, 1):
             given = tiny(command) if args.on == "cpu" else command
             place = folder / step.name / str(number)
-            found.append({"step": step.name, **outcome(given, place, end)})
-            yield found[-1]
-    whole = sum(row["seconds"] for row in found) or 1.0
-    for row in found:
+            outcomes.append({"step": step.name, **outcome(given, place, end)})
+            yield outcomes[-1]
+    whole = sum(row["seconds"] for row in outcomes) or 1.0
+    for row in outcomes:
         row["share"] = row["seconds"] / whole
 
 
 def outcome(command: Command, place: Path, end: float) -> Row:
     """Run a command in a new folder until its limit, or the `end` of all; return what came of it."""
     line = shlex.join(command.words)
-    found: Row = {"command": line, "limit_s": command.limit_s, "seconds": 0.0}
+    row: Row = {"command": line, "limit_s": command.limit_s, "seconds": 0.0}
     terminal.say(f"\n{line}")
     left_s = end - time.time()
     if left_s < LEAST_S:
         terminal.say("not run: the time is over")
-        return {**found, "code": "not run"}
+        return {**row, "code": "not run"}
     place.mkdir(parents=True)
     began = time.monotonic()
     limit_s = min(command.limit_s, left_s)
-    found["code"], said, error = run_limited(command.words, place, limit_s)
-    found["seconds"] = time.monotonic() - began
+    row["code"], said, error = run_limited(command.words, place, limit_s)
+    row["seconds"] = time.monotonic() - began
     most = MOST_OF_TRAINING if command.words[0] == TRAIN else MOST_SAID
-    found["said"] = last_lines(said, most)
-    if found["code"]:
-        found["error"] = last_lines(error, MOST_SAID)
+    row["said"] = last_lines(said, most)
+    if row["code"]:
+        row["error"] = last_lines(error, MOST_SAID)
     if "--out" in command.words:
         out = place / command.words[command.words.index("--out") + 1]
         for path in (out, out / "result.json"):  # of a measurement, of a training
             if path.is_file():
-                found["numbers"] = json.loads(path.read_text(encoding="utf-8"))
-    terminal.say(f"{found['seconds']:.0f} s, exit code {found['code']}")
-    terminal.say(f"{found['said']}\n{found.get('error', '')}".strip())
-    return found
+                row["numbers"] = json.loads(path.read_text(encoding="utf-8"))
+    terminal.say(f"{row['seconds']:.0f} s, exit code {row['code']}")
+    terminal.say(f"{row['said']}\n{row.get('error', '')}".strip())
+    return row
 
 
 def run_limited(

@@ -58,17 +58,19 @@ class Counts(TorchDispatchMode):
 
     def numbers(self) -> dict[str, int]:
         """Return the numbers of kernels and waits, bytes and operations."""
-        moved = sum(kernel.moved for kernel in self.kernels)
-        operations = sum(kernel.operations for kernel in self.kernels)
-        found = {"bytes": moved, "operations": operations, "waits": self.waits}
-        return {"kernels": len(self.kernels), **found}
+        return {
+            "kernels": len(self.kernels),
+            "bytes": sum(kernel.moved for kernel in self.kernels),
+            "operations": sum(kernel.operations for kernel in self.kernels),
+            "waits": self.waits,
+        }
 
     def seconds(self, bytes_per_s: float, operations_per_s: float) -> float:
         """Return the least time: of each kernel that of its bytes or of its operations."""
-        found = 0.0
+        seconds = 0.0
         for _, moved, operations in self.kernels:
-            found += max(moved / bytes_per_s, operations / operations_per_s)
-        return found
+            seconds += max(moved / bytes_per_s, operations / operations_per_s)
+        return seconds
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -178,11 +180,13 @@ def _attention(
     """Attend by the fused kernel that a GPU has in the place of what torch composes for the meta device."""
     if attn_mask is None:
         flash = aten._scaled_dot_product_flash_attention
-        return flash(q, k, v, dropout_p, is_causal, scale=scale)[0]
+        attended: Tensor = flash(q, k, v, dropout_p, is_causal, scale=scale)[0]
+        return attended
     bias = torch.zeros_like(attn_mask, dtype=q.dtype)
     bias = bias.expand(*q.shape[:-1], k.shape[-2])
     fused = aten._scaled_dot_product_efficient_attention
-    return fused(q, k, v, bias, True, dropout_p, is_causal, scale=scale)[0]
+    attended = fused(q, k, v, bias, True, dropout_p, is_causal, scale=scale)[0]
+    return attended
 
 
 def _dropout(

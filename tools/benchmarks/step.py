@@ -126,8 +126,8 @@ def specifications(args: argparse.Namespace) -> list[Specification]:
         )
 
     first = args.ds_config[0]
-    found = [made("matrix rate", RATE, first, False)]
-    family = found[0].load().model.family
+    specs = [made("matrix rate", RATE, first, False)]
+    family = specs[0].load().model.family
     for system, (title, usual) in SYSTEMS.items():
         if system not in args.systems:
             continue
@@ -139,8 +139,8 @@ def specifications(args: argparse.Namespace) -> list[Specification]:
         for config, variant in product(configs, args.variants or usual):
             parts = (title, config, variant) if several else (title, variant)
             compiled = variant == "compiled"
-            found.append(made(", ".join(parts), system, config, compiled))
-    return found
+            specs.append(made(", ".join(parts), system, config, compiled))
+    return specs
 
 
 def model_line(specs: Sequence[Specification]) -> str:
@@ -188,16 +188,16 @@ def take_turns(specs: Sequence[Specification], pace: argparse.Namespace) -> list
     """Measure systems in turns, a block of steps each; note the failure of one and go on with the others."""
     temporary = tempfile.TemporaryDirectory(prefix="benchmark-")
     with temporary as folder, contextlib.ExitStack() as stack:
-        found = [Measured(spec, pace, folder, stack) for spec in specs]
+        systems = [Measured(spec, pace, folder, stack) for spec in specs]
         turns = [Measured.start, *[Measured.take] * pace.blocks, Measured.finish]
-        for turn, each in product(turns, found):
+        for turn, each in product(turns, systems):
             try:
                 if "failed" not in each.row:
                     turn(each)
             except WorkerFailed as error:
                 each.row["failed"] = str(error)
                 terminal.say(f"{each.row['name']}: not measured: {error}")
-    return [each.row for each in found]
+    return [each.row for each in systems]
 
 
 class Measured:
@@ -263,8 +263,8 @@ class Measured:
 def _seconds_of_others() -> float:
     """Return the CPU seconds of all programs but this one and its children, since the machine started."""
     every = psutil.cpu_times()
-    found = float(every.user + every.system)
+    seconds = float(every.user + every.system)
     for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
         with contextlib.suppress(psutil.Error):
-            found -= sum(process.cpu_times()[:2])
-    return found
+            seconds -= sum(process.cpu_times()[:2])
+    return seconds

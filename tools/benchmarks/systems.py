@@ -121,12 +121,12 @@ class MeasuredSystem:
 
     def run(self, steps: int) -> list[tuple[float, int, int]]:
         """Run `steps` steps and return (seconds, tokens, operations) of each."""
-        found = []
+        timed = []
         for _ in range(steps):
             started = now()
             work = self.step()
-            found.append((now() - started, *work))
-        return found
+            timed.append((now() - started, *work))
+        return timed
 
     def profile(self, trace: str, steps: int) -> list[Row]:
         """Write a Chrome trace; return the slowest operations with seconds and calls a step."""
@@ -136,12 +136,12 @@ class MeasuredSystem:
             self.run(steps)
         profiler.export_chrome_trace(trace)
         lasting = "self_device_time_total" if gpu else "self_cpu_time_total"
-        found = []
+        operations = []
         for event in profiler.key_averages():
             seconds = getattr(event, lasting) / 1e6 / steps
             row = {"operation": event.key[:80], "seconds": seconds}
-            found.append({**row, "calls": event.count / steps})
-        return sorted(found, key=lambda row: -row["seconds"])[:SHOWN]
+            operations.append({**row, "calls": event.count / steps})
+        return sorted(operations, key=lambda row: -row["seconds"])[:SHOWN]
 
     def graphs(self) -> dict[str, Any]:
         """Count the graphs of torch.compile so far, and the reasons of graph breaks."""
@@ -230,11 +230,15 @@ def transformers_inputs(
     full[rows[predicted], positions[predicted]] = labels[predicted]
     columns = torch.arange(tokens.shape[1], device=device)
     kept = columns < batch["lengths"].to(device)[:, None]
-    found = {"input_ids": tokens, "token_type_ids": types, "labels": full}
-    found["attention_mask"] = kept.long()
+    inputs = {
+        "input_ids": tokens,
+        "token_type_ids": types,
+        "labels": full,
+        "attention_mask": kept.long(),
+    }
     if batch["sentence_weights"].any():
-        found["next_sentence_label"] = sentences
-    return found
+        inputs["next_sentence_label"] = sentences
+    return inputs
 
 
 class PlainLoop(MeasuredSystem):
@@ -315,7 +319,7 @@ class Bare(PlainLoop):
         torch._foreach_copy_(self.parameters, self.masters)
 
 
-def loss_of(outcome: Any) -> torch.Tensor:
+def loss_of(outcome: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
     """Return the loss, of a model that may return parts of it, too."""
     return outcome[0] if isinstance(outcome, tuple) else outcome
 
@@ -341,7 +345,7 @@ class Nano(PlainLoop):
     def forward(self, given: Any) -> torch.Tensor:
         tokens, labels = (given[name].to(self.device) for name in ("tokens", "labels"))
         with self.autocast:
-            return self.called(tokens, labels)
+            return loss_of(self.called(tokens, labels))
 
     def optimize(self) -> None:
         self.scaler.unscale_(self.optimizer)

@@ -185,10 +185,8 @@ class CsvRow(BaseModel, frozen=True, allow_inf_nan=False, extra="forbid"):
         sizes = [size for size in divisors(per_rank) if size <= MOST_MICRO]
         if self.micro_batch:
             sizes = [self.micro_batch]
-        found = []
-        for size in sizes:
-            found.append(Layout(tp, pp, dp, size, per_rank // size, self.global_batch))
-        return found
+        whole = self.global_batch
+        return [Layout(tp, pp, dp, size, per_rank // size, whole) for size in sizes]
 
     def recomputations(self) -> list[tuple[int, bool]]:
         """Return (layers per chunk, scores only) as stated, or all choices of the planner."""

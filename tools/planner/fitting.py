@@ -68,23 +68,25 @@ class Ratio:
         return self.predicted / self.published - 1
 
 
-def error_of(found: Sequence[Ratio]) -> Error:
+def error_of(compared: Sequence[Ratio]) -> Error:
     """Summarise the errors of one row or more."""
-    sizes = sorted(abs(ratio.error) for ratio in found)
+    sizes = sorted(abs(ratio.error) for ratio in compared)
     return Error(
         rows=len(sizes),
         median=statistics.median(sizes),
         percentile_90=sizes[math.ceil(0.9 * len(sizes)) - 1],
         worst=sizes[-1],
-        bias=statistics.median(ratio.predicted / ratio.published for ratio in found),
-        documents=len({ratio.case.document for ratio in found}),
+        bias=statistics.median(ratio.predicted / ratio.published for ratio in compared),
+        documents=len({ratio.case.document for ratio in compared}),
     )
 
 
-def by_kind(quantity: Quantity, found: Iterable[Ratio], known: Fit) -> dict[str, Error]:
+def by_kind(
+    quantity: Quantity, compared: Iterable[Ratio], known: Fit
+) -> dict[str, Error]:
     """Summarise the errors of ratios of a quantity, by the keys of predictions that bear them."""
     kinds: dict[str, list[Ratio]] = {}
-    for ratio in found:
+    for ratio in compared:
         work, _ = ratio.case.step
         kind = known.kind(quantity, work.precision, work.software.name)
         kinds.setdefault(kind, []).append(ratio)
@@ -93,12 +95,12 @@ def by_kind(quantity: Quantity, found: Iterable[Ratio], known: Fit) -> dict[str,
 
 def ratios(quantity: str, cases: Iterable[Case], trial: Constants) -> list[Ratio]:
     """Predict one of `cases.QUANTITIES` of every row with a published number: seconds or bytes."""
-    found = []
+    compared = []
     for case in cases:
         printed = case.printed(quantity)
         if printed:
-            found.append(Ratio(case, predicted(quantity, case, trial), printed))
-    return found
+            compared.append(Ratio(case, predicted(quantity, case, trial), printed))
+    return compared
 
 
 def predicted(quantity: str, case: Case, trial: Constants) -> float:
@@ -131,16 +133,19 @@ def refit(cases: Sequence[Case]) -> None:
     """Fit the constants, on all documents and without each, and write them."""
     documents = by_document(cases)
     terminal.say(f"fitting {len(RANGES)} constants {len(documents) + 1} times …")
-    others = {name: _without(name, documents) for name in ("", *documents)}
+    others = {}
+    for left_out in ("", *documents):
+        others[left_out] = dict(documents)
+        others[left_out].pop(left_out, None)
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        found_by = map(_rounded, pool.map(fit, others.values()))
-        fits = dict(zip(others, found_by, strict=True))
+        fitted = map(_rounded, pool.map(fit, others.values()))
+        fits = dict(zip(others, fitted, strict=True))
     rows = {}
     for name, own in documents.items():
         counts = [_printed(quantity, own) for quantity in ERRED]
         if any(counts):
             rows[name] = counts
-    found = Fit(
+    known = Fit(
         constants=fits[""],
         errors={},
         software=in_several(cases),
@@ -152,21 +157,15 @@ def refit(cases: Sequence[Case]) -> None:
         unseen: list[Ratio] = []
         for name, own in documents.items():
             unseen += ratios(quantity, own, fits[name])
-        for kind, error in by_kind(quantity, unseen, found).items():
-            found.errors[kind] = _rounded(error)
+        for kind, error in by_kind(quantity, unseen, known).items():
+            known.errors[kind] = _rounded(error)
     text = yaml.safe_dump(
-        found.model_dump(), sort_keys=False, width=110, default_flow_style=None
+        known.model_dump(), sort_keys=False, width=110, default_flow_style=None
     )
     write_atomically(constants.FILE, HEADING + text)
     constants.fitted.cache_clear()
     constants.fitted_constants.cache_clear()
     print(f"wrote {constants.FILE}\n")
-
-
-def _without(
-    name: str, documents: Mapping[str, Sequence[Case]]
-) -> dict[str, Sequence[Case]]:
-    return {key: cases for key, cases in documents.items() if key != name}
 
 
 def _printed(quantity: str, cases: Iterable[Case]) -> int:
@@ -202,38 +201,38 @@ def fit(documents: Mapping[str, Sequence[Case]]) -> Constants:
 
     By the pattern search of Hooke and Jeeves (1961), on logarithms.
     """
-    found = initial_constants()
+    current = initial_constants()
 
     def changed(values: Mapping[str, float]) -> Constants:
         clamped = {}
         for name, value in values.items():
             _, least, most = RANGES[name]
             clamped[name] = min(most, max(least, value))
-        return found.model_copy(update=clamped)
+        return current.model_copy(update=clamped)
 
-    best = distance(documents, found)
+    best = distance(documents, current)
     factor = FIRST_STEP
     while factor > LAST_STEP:
         before = best
-        base = found
+        base = current
         for name in RANGES:
             for step in (factor, 1 / factor):
-                trial = changed({name: getattr(found, name) * step})
+                trial = changed({name: getattr(current, name) * step})
                 now = distance(documents, trial)
                 if now < best - LEAST_GAIN:
-                    found = trial
+                    current = trial
                     best = now
                     break
         # once more in the direction that all these steps took together
         if best < before:
             further = {}
             for name in RANGES:
-                further[name] = getattr(found, name) ** 2 / getattr(base, name)
+                further[name] = getattr(current, name) ** 2 / getattr(base, name)
             trial = changed(further)
             now = distance(documents, trial)
             if now < best:
-                found = trial
+                current = trial
                 best = now
         else:
             factor = math.sqrt(factor)
-    return found
+    return current

@@ -64,12 +64,12 @@ class PlannerValidation:
     @property
     def tables(self) -> dict[str, list[str]]:
         """The tables of each document, in the order of the rows."""
-        found: dict[str, list[str]] = {}
+        tables: dict[str, list[str]] = {}
         for case in self.cases:
-            own = found.setdefault(case.document, [])
+            own = tables.setdefault(case.document, [])
             if case.table not in own:
                 own.append(case.table)
-        return found
+        return tables
 
     @property
     def excluded(self) -> list[tuple[Case, str]]:
@@ -85,16 +85,16 @@ class PlannerValidation:
 
 def validate(cases: Sequence[Case]) -> PlannerValidation:
     """Predict the rows of every document with the constants fitted without it."""
-    found: dict[str, list[Ratio]] = {name: [] for name in QUANTITIES}
+    compared: dict[str, list[Ratio]] = {name: [] for name in QUANTITIES}
     verdicts = []
     for case in cases:
         for name in QUANTITIES:
-            found[name] += ratios(name, [case], unseeing(case))
+            compared[name] += ratios(name, [case], unseeing(case))
         if case.oom is not None and case.compares("memory"):
             work, node = case.step
             needed = fullest_rank(work, node.gpu, unseeing(case)).least
             verdicts.append(MemoryVerdict(case, needed / node.gpu.memory_bytes))
-    return PlannerValidation(cases, found, verdicts)
+    return PlannerValidation(cases, compared, verdicts)
 
 
 def unseeing(case: Case) -> Constants:
@@ -108,58 +108,56 @@ def waits(case: Case) -> bool:
 
 
 def describe(
-    found: PlannerValidation, *, verbose: bool = False, width: int | None = None
+    validation: PlannerValidation, *, verbose: bool = False, width: int | None = None
 ) -> str:
     """Describe errors, verdicts and left-out rows; `verbose`: also every row."""
     lines = []
-    for document, tables in found.tables.items():
-        lines.append([shortened(document), *_cells(found.part(document))])
+    for document, tables in validation.tables.items():
+        lines.append([shortened(document), *_cells(validation.part(document))])
         for name in tables if len(tables) > 1 else ():
-            lines.append([f"- {name}", *_cells(found.part(document, name))])
-    errors = {name: _errors(each) for name, each in found.ratios.items()}
+            lines.append([f"- {name}", *_cells(validation.part(document, name))])
+    errors = {name: _errors(each) for name, each in validation.ratios.items()}
     lines.append(["all rows", "", errors["memory"], errors["time"]])
     sections = [wrapped(ABOUT, width), table(lines, HEADINGS, width=width)]
-    sections.append(table(_kinds(found), KINDS, width=width))
+    sections.append(table(_kinds(validation), KINDS, width=width))
     if errors["allocated"]:
         both = "allocated memory, of rows that print it too"
         sections.append(f"{both}: {errors['allocated']}")
-    small = _errors([ratio for ratio in found.ratios["time"] if waits(ratio.case)])
+    small = _errors([ratio for ratio in validation.ratios["time"] if waits(ratio.case)])
     if small:
         told = fitted().waiting
         seen = f"these too few: such predictions bear {told.median:.0%}, the median of {told.rows} other rows"
         where = f"of rows in which the GPU waits for the host ({WAITING:.0%} or more)"
         sections.append(wrapped(f"time, {where}: {small}; {seen}", width))
-    sections += [*_verdicts(found.verdicts)]
-    if found.excluded:
+    sections += [*_verdicts(validation.verdicts)]
+    if validation.excluded:
         excluded = ["shown, and not compared:"]
-        for case, why in found.excluded:
+        for case, why in validation.excluded:
             said = f"  {case.table}/{case.name}: {why}"
             excluded.append(wrapped(said, width, hang=4))
         sections.append("\n".join(excluded))
-    sections.append(wrapped(_systems(found.cases), width))
-    if found.unfitted:
-        unfitted = ", ".join(found.unfitted)
+    sections.append(wrapped(_systems(validation.cases), width))
+    if validation.unfitted:
+        unfitted = ", ".join(validation.unfitted)
         sections.append(wrapped(f"no constant was fitted on: {unfitted}", width))
     if verbose:
-        sections += _verbose(found, width)
+        sections += _verbose(validation, width)
     return "\n\n".join(sections)
 
 
-def _kinds(found: PlannerValidation) -> list[tuple[str, str, str]]:
-    """Return the kinds of predictions, each with its rows and their errors."""
-    lines = []
+def _kinds(validation: PlannerValidation) -> Iterator[tuple[str, str, str]]:
+    """Yield the kinds of predictions, each with its rows and their errors."""
     for quantity in ERRED:
-        kinds = by_kind(quantity, found.ratios[quantity], fitted())
+        kinds = by_kind(quantity, validation.ratios[quantity], fitted())
         for kind, error in kinds.items():
-            lines.append((kind, ROWS_OF[kind], _spread(error)))
-    return lines
+            yield kind, ROWS_OF[kind], _spread(error)
 
 
-def _verbose(found: PlannerValidation, width: int | None) -> Iterator[str]:
+def _verbose(validation: PlannerValidation, width: int | None) -> Iterator[str]:
     """Yield tables of every row."""
     for name, (title, unit) in ROWS.items():
-        if found.ratios[name]:
-            yield f"{title}\n{_rows(found.ratios[name], unit, width)}"
+        if validation.ratios[name]:
+            yield f"{title}\n{_rows(validation.ratios[name], unit, width)}"
 
 
 def _systems(cases: Sequence[Case]) -> str:
@@ -174,14 +172,14 @@ def shortened(name: str, most: int = 43) -> str:
     return name if len(name) <= most else f"{name[: most - 1]}…"
 
 
-def _cells(found: PlannerValidation) -> list[str]:
-    right = [each.right for each in found.verdicts]
+def _cells(part: PlannerValidation) -> list[str]:
+    right = [each.right for each in part.verdicts]
     verdicts = f"{sum(right)} of {len(right)}" if right else ""
-    return [verdicts, _errors(found.ratios["memory"]), _errors(found.ratios["time"])]
+    return [verdicts, _errors(part.ratios["memory"]), _errors(part.ratios["time"])]
 
 
-def _errors(found: Sequence[Ratio]) -> str:
-    return _spread(error_of(found)) if found else ""
+def _errors(compared: Sequence[Ratio]) -> str:
+    return _spread(error_of(compared)) if compared else ""
 
 
 def _spread(error: Error) -> str:
@@ -189,15 +187,15 @@ def _spread(error: Error) -> str:
     return f"{spread} ({error.rows}) x {error.bias:.2f}"
 
 
-def _verdicts(found: Sequence[MemoryVerdict]) -> tuple[str, str]:
+def _verdicts(verdicts: Sequence[MemoryVerdict]) -> tuple[str, str]:
     """Count the verdicts in a table, and list the wrong ones."""
-    count = Counter((each.case.oom, each.predicted_oom) for each in found)
+    count = Counter((each.case.oom, each.predicted_oom) for each in verdicts)
     rows = [
         ("printed OOM", count[True, True], count[True, False]),
         ("ran", count[False, True], count[False, False]),
     ]
     wrong = []
-    for each in found:
+    for each in verdicts:
         if not each.right:
             printed = "OOM" if each.case.oom else "ran"
             row = f"  {each.case.document}, {each.case.name}: printed {printed}"
@@ -212,9 +210,9 @@ def _verdicts(found: Sequence[MemoryVerdict]) -> tuple[str, str]:
     ), listed
 
 
-def _rows(found: Sequence[Ratio], unit: float, width: int | None) -> str:
+def _rows(compared: Sequence[Ratio], unit: float, width: int | None) -> str:
     lines = []
-    for ratio in found:
+    for ratio in compared:
         ours = ratio.predicted / unit
         theirs = ratio.published / unit
         case = ratio.case

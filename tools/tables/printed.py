@@ -29,10 +29,10 @@ class Printed:
     @staticmethod
     def read(text: str, factor: float = 1.0) -> Printed | None:
         """Read the first number in `text` ("90.5s", "Baseline (100%)") times `factor`; None for "OOM"."""
-        found = _NUMBER.search(text)
-        if not found:
+        number = _NUMBER.search(text)
+        if not number:
             return None
-        digits = found.group().replace(",", "")
+        digits = number.group().replace(",", "")
         half = 0.5 * 10.0 ** -len(digits.partition(".")[2])
         return Printed(text.strip(), float(digits) * factor, half * factor)
 

@@ -122,10 +122,10 @@ def sizes(row: CheckedRow) -> Checks:
     published = row.published
     expected = arithmetic(row.recipe)
     same = counted == expected
-    found = f"{counted.once} on {sum(map(len, counted.held))} ranks"
+    ours = f"{counted.once} on {sum(map(len, counted.held))} ranks"
     if not same:
-        found = _first_differences(counted, expected)
-    yield row.compare("modules against cost.py", expected.once, found, same)
+        ours = _first_differences(counted, expected)
+    yield row.compare("modules against cost.py", expected.once, ours, same)
     for quantity, printed, ranks in (
         ("parameters", published.parameters, 1),
         ("parameters per rank", published.parameters_per_rank, row.tp),

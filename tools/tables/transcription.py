@@ -88,8 +88,8 @@ def _cell(line: Line, cell: Cell, key: str, quantity: str) -> LineCheck:
         return line.compare(quantity, cell.text, f"published.oom={oom}", oom)
     if not cell.text:
         blank = own is None or not key.startswith("published.")
-        found = "blank" if blank else f"{key}={own}"
-        return line.compare(quantity, "blank", found, blank)
+        says = "blank" if blank else f"{key}={own}"
+        return line.compare(quantity, "blank", says, blank)
     how: bool | str = prints(cell, own)
     if not how and prints(cell, line.published.printed.get(key)):
         how = f"declared: the run has {own}"
@@ -122,9 +122,9 @@ def _close(one: float, other: float) -> bool:
 def _published_numbers(row: CheckedRow) -> Checks:
     """Check that every number under `published`, and an OOM, stands in a cell."""
     if row.published.oom:
-        found = "OOM" in (cell.text for cell in row.cells)
-        printed = "OOM" if found else "no OOM"
-        yield row.compare("published.oom", printed, "published.oom=True", found)
+        in_cells = "OOM" in (cell.text for cell in row.cells)
+        printed = "OOM" if in_cells else "no OOM"
+        yield row.compare("published.oom", printed, "published.oom=True", in_cells)
     free = (cell.text for cell in row.cells if not cell.key)
     words = {word for text in free for word in re.split(r"[\s,;()]+", text)}
     for key in NUMBERS:

@@ -167,8 +167,8 @@ def _explain(
                 check = wrong.get((row.full_name, known.difference))
                 erratum = known.erratum
                 if check:
-                    _, found = explained.setdefault(erratum.text, (erratum, []))
-                    found.append(check)
+                    _, own = explained.setdefault(erratum.text, (erratum, []))
+                    own.append(check)
                 else:
                     stale.append(f"{row.full_name} {known.difference}")
     return tuple(explained.values()), tuple(stale)

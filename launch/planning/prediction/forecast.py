@@ -328,22 +328,22 @@ def largest_number(fits: Callable[[int], bool], most: int) -> int:
     return low
 
 
-def _better_micro(found: Forecast) -> dict[str, float | int]:
+def _better_micro(predicted: Forecast) -> dict[str, float | int]:
     """Return the fastest larger micro-batch that fits and makes the same global batch; {}: none."""
-    work = found.work
-    layout = found.work.layout
+    work = predicted.work
+    layout = work.layout
     seconds = {}
-    if found.verdict != "fits" or found.time is None:
+    if predicted.verdict != "fits" or predicted.time is None:
         return {}
     share = layout.micro * layout.accumulation
-    for micro in divisors(math.gcd(share, found.unit // layout.dp)):
-        if layout.micro < micro <= found.largest.as_planned:
+    for micro in divisors(math.gcd(share, predicted.unit // layout.dp)):
+        if layout.micro < micro <= predicted.largest.as_planned:
             other = replace(layout, micro=micro, accumulation=share // micro)
             seconds[micro] = step_time(
-                replace(work, layout=other), found.node, found.constants
+                replace(work, layout=other), predicted.node, predicted.constants
             ).total
     best = min(seconds, key=seconds.__getitem__, default=0)
-    gain = 1 - seconds.get(best, math.inf) / found.time.total
+    gain = 1 - seconds.get(best, math.inf) / predicted.time.total
     return (
         {}
         if gain < LEAST_GAIN
@@ -351,20 +351,20 @@ def _better_micro(found: Forecast) -> dict[str, float | int]:
     )
 
 
-def _remarks(found: Forecast) -> Iterator[Remark]:
+def _remarks(predicted: Forecast) -> Iterator[Remark]:
     for part in (_of_layout, _of_machine, _of_speed):
-        yield from part(found)
+        yield from part(predicted)
 
 
-def _of_layout(found: Forecast) -> Iterator[Remark]:
-    work = found.work
-    node = found.node
+def _of_layout(predicted: Forecast) -> Iterator[Remark]:
+    work = predicted.work
+    node = predicted.node
     layout = work.layout
     if not node.holds_groups(layout.tp, 1, layout.world):
         yield Remark("tensor across nodes", dict(tp=layout.tp, gpus=node.gpus))
-    if found.nodes > 1 and node.network is None:
+    if predicted.nodes > 1 and node.network is None:
         yield Remark("network unknown", dict(node=node.name, rate=node.pcie_gb_s))
-    if found.time and found.time.bubble_share > LARGE_BUBBLE:
+    if predicted.time and predicted.time.bubble_share > LARGE_BUBBLE:
         chunks = math.ceil(
             (layout.pp - 1) / work.interleave * (1 - LARGE_BUBBLE) / LARGE_BUBBLE
         )
@@ -372,29 +372,29 @@ def _of_layout(found: Forecast) -> Iterator[Remark]:
             yield Remark(
                 "bubble",
                 dict(
-                    share=found.time.bubble_share,
+                    share=predicted.time.bubble_share,
                     chunks=chunks,
                     now=layout.accumulation,
                 ),
             )
-    if found.verdict == "snug":
-        yield Remark("snug", dict(missing=-found.margin / 1e9))
-    better = _better_micro(found)
+    if predicted.verdict == "snug":
+        yield Remark("snug", dict(missing=-predicted.margin / 1e9))
+    better = _better_micro(predicted)
     if better:
         yield Remark("larger batch", better)
     if (
-        found.verdict == "fits"
+        predicted.verdict == "fits"
         and work.recomputed
-        and found.largest.kept >= layout.micro
+        and predicted.largest.kept >= layout.micro
     ):
         yield Remark("recomputation", dict(micro=layout.micro))
 
 
-def _of_machine(found: Forecast) -> Iterator[Remark]:
-    work = found.work
-    node = found.node
+def _of_machine(predicted: Forecast) -> Iterator[Remark]:
+    work = predicted.work
+    node = predicted.node
     world = work.layout.world
-    host = found.host / 1e9
+    host = predicted.host / 1e9
     room = node.host.memory_gb
     if work.precision not in node.gpu.tflops:
         has = ", ".join(name for name in node.gpu.tflops if name != "fp32")
@@ -408,25 +408,27 @@ def _of_machine(found: Forecast) -> Iterator[Remark]:
     if host > room:
         yield Remark("host memory", dict(needed=host, there=room))
     copy = (
-        found.host
-        + found.ranks_here
+        predicted.host
+        + predicted.ranks_here
         * work.widths_of(0).saved
         * work.parameters_of(0)
         / work.layout.dp
     )
     if host <= room < copy / 1e9:
         yield Remark("saving waits", dict(needed=copy / 1e9, there=room))
-    if found.nvme and node.nvme_gb_s is None:
+    if predicted.nvme and node.nvme_gb_s is None:
         yield Remark("nvme unknown", dict(node=node.name))
 
 
-def _of_speed(found: Forecast) -> Iterator[Remark]:
-    if found.time and found.speed:
+def _of_speed(predicted: Forecast) -> Iterator[Remark]:
+    if predicted.time and predicted.speed:
         share = (
-            100 * found.speed.exact_tflops / found.node.gpu.tflops[found.work.precision]
+            100
+            * predicted.speed.exact_tflops
+            / predicted.node.gpu.tflops[predicted.work.precision]
         )
-        small = found.time.elementwise + found.time.host
-        if small > found.time.total / 2:
-            yield Remark("kernel starts", dict(share=small / found.time.total))
+        small = predicted.time.elementwise + predicted.time.host
+        if small > predicted.time.total / 2:
+            yield Remark("kernel starts", dict(share=small / predicted.time.total))
         elif not LEAST_SHARE <= share <= MOST_SHARE:
             yield Remark("implausible", dict(share=share))

@@ -65,24 +65,24 @@ def run(args: argparse.Namespace) -> int:
         nodes = math.ceil(processes(recipe) / node.gpus)
     placed = fit(recipe, node, nodes, args.ds_config)
     plan = placed.plan
-    found = placed.forecast
-    if plan is None or found is None:
+    predicted = placed.forecast
+    if plan is None or predicted is None:
         raise ProblemsError(placed.problems)
     name = named.name + ("-tiny" if args.tiny else "")
     sizes = recipe.sizes
-    tokens = found.work.tokens_per_step
+    tokens = predicted.work.tokens_per_step
     steps = recipe.steps
     if args.tokens:
         samples = math.ceil(args.tokens * recipe.batch.global_ / tokens)
         steps = bisect_left(range(samples), samples, key=sizes.samples)
-    bill = found.bill(steps, sizes, args.usd_per_gpu_hour)
+    bill = predicted.bill(steps, sizes, args.usd_per_gpu_hour)
     if args.json:
-        print(json.dumps(forecast_text.as_json(found, bill), indent=2))
+        print(json.dumps(forecast_text.as_json(predicted, bill), indent=2))
         return 0
-    page = forecast_text.page(found, name, bill, terminal.columns())
+    page = forecast_text.page(predicted, name, bill, terminal.columns())
     fewer = recipe.parallel.dp not in (None, plan.layout.dp)
     if not (args.set or args.tiny or args.ds_config or fewer):
-        forecast_text.add_published(page, plan, side_by_side(plan, found.node))
+        forecast_text.add_published(page, plan, side_by_side(plan, predicted.node))
     idle = placed.gpus - placed.world
     notes = [f"planned {how(placed)}, for want of GPUs"] if fewer else []
     notes += [f"{counted(idle, 'GPU')} of {placed.gpus} stay idle"] if idle else []
@@ -98,6 +98,6 @@ def _show_nodes(args: argparse.Namespace) -> int:
     names = [args.hardware] if args.hardware else hardware.names()
     nodes = [hardware.find(name) for name in names]
     count = args.nodes or 1
-    found = carrying_nodes.carriers(recipe, args.ds_config, nodes, count)
-    print(carrying_nodes.page(recipe, named.name, found, count, terminal.columns()))
-    return 0 if any(each.fit.fits for each in found) else 1
+    carriers = carrying_nodes.carriers(recipe, args.ds_config, nodes, count)
+    print(carrying_nodes.page(recipe, named.name, carriers, count, terminal.columns()))
+    return 0 if any(each.fit.fits for each in carriers) else 1

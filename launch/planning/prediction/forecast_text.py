@@ -70,38 +70,38 @@ DURATIONS = {"days": 86400, "hours": 3600, "minutes": 60, "seconds": 1}
 
 
 def page(
-    found: Forecast, name: str, bill: Bill | None, width: int | None = None
+    predicted: Forecast, name: str, bill: Bill | None, width: int | None = None
 ) -> Page:
     """Describe the forecast: layout, memory, verdict, time, cost of the run, remarks."""
     shown = Page(width)
-    memory = found.node.gpu.memory_bytes
-    largest = found.largest
-    rank = found.fullest_rank
+    memory = predicted.node.gpu.memory_bytes
+    largest = predicted.largest
+    rank = predicted.fullest_rank
     both = f"allocated {amount(rank.allocated)}, reserved {amount(rank.reserved)} of {amount(memory)}"
     share = f"{both}; {rank.total / memory:.0%} with CUDA's context"
-    margin = f"{amount(abs(found.margin))} {'left' if found.margin >= 0 else 'missing'}"
+    margin = f"{amount(abs(predicted.margin))} {'left' if predicted.margin >= 0 else 'missing'}"
     recomputed = (
         f"{largest.recomputed} with every layer recomputed, {largest.kept} with none"
     )
-    shown.facts(("recipe", name), *_placed(found))
-    _add_memory(shown, found)
+    shown.facts(("recipe", name), *_placed(predicted))
+    _add_memory(shown, predicted)
     shown.facts(
-        ("verdict", f"{found.verdict.upper()}: {share}, {margin}"),
+        ("verdict", f"{predicted.verdict.upper()}: {share}, {margin}"),
         ("largest micro-batch", f"{largest.as_planned} as planned, {recomputed}"),
     )
-    if found.time and found.speed:
-        _add_time(shown, found, found.time, found.speed)
+    if predicted.time and predicted.speed:
+        _add_time(shown, predicted, predicted.time, predicted.speed)
     if bill:
-        shown.facts(("whole run", _bill(found, bill)))
-    shown.facts(("error", errors(found)))
-    shown.notes(map(remark_text, found.remarks))
+        shown.facts(("whole run", _bill(predicted, bill)))
+    shown.facts(("error", errors(predicted)))
+    shown.notes(map(remark_text, predicted.remarks))
     return shown
 
 
-def errors(found: Forecast) -> str:
+def errors(predicted: Forecast) -> str:
     """Describe the errors that a prediction bears."""
-    of_memory = memory_error(found.work.precision)
-    return f"time {error(found.time_kind)}; memory {of_memory}"
+    of_memory = memory_error(predicted.work.precision)
+    return f"time {error(predicted.time_kind)}; memory {of_memory}"
 
 
 def memory_error(precision: str) -> str:
@@ -115,11 +115,11 @@ def error(kind: str) -> str:
         told = fitted().waiting
         where = "whose GPU waits for the host, as here, and which nothing was fitted to"
         return f"±{told.median:.0%} in the median of {told.rows} published rows {where}"
-    found = fitted().errors[kind]
-    documents = counted(found.documents, "document")
-    rows = f"{found.rows} published rows of {documents} {ROWS_OF[kind]}"
-    tenths = f"±{found.percentile_90:.0%} in nine of ten"
-    return f"±{found.median:.0%} in the median of {rows}, {tenths}"
+    of_kind = fitted().errors[kind]
+    documents = counted(of_kind.documents, "document")
+    rows = f"{of_kind.rows} published rows of {documents} {ROWS_OF[kind]}"
+    tenths = f"±{of_kind.percentile_90:.0%} in nine of ten"
+    return f"±{of_kind.median:.0%} in the median of {rows}, {tenths}"
 
 
 def remark_text(remark: Remark) -> str:
@@ -158,12 +158,12 @@ def recomputation(work: Workload) -> str:
     return whole.get(work.recomputed, chunks)
 
 
-def _placed(found: Forecast) -> list[tuple[str, str]]:
+def _placed(predicted: Forecast) -> list[tuple[str, str]]:
     """Describe hardware, layout, and place of the model states."""
-    work = found.work
-    node = found.node
-    layout = found.work.layout
-    gpus = f"{counted(layout.world, 'GPU')} on {counted(found.nodes, 'node')}"
+    work = predicted.work
+    node = predicted.node
+    layout = work.layout
+    gpus = f"{counted(layout.world, 'GPU')} on {counted(predicted.nodes, 'node')}"
     places = {
         "optimizer": work.optimizer_at,
         "weights": work.weights_at,
@@ -185,15 +185,15 @@ def _placed(found: Forecast) -> list[tuple[str, str]]:
     ]
 
 
-def _add_memory(shown: Page, found: Forecast) -> None:
+def _add_memory(shown: Page, predicted: Forecast) -> None:
     """Add a table of categories by stage; equal stages share a column, and few of many are shown."""
     groups: dict[tuple[float, ...], list[int]] = {}
-    for rank in found.stages:
+    for rank in predicted.stages:
         groups.setdefault(tuple(rank.on_gpu.values()), []).append(rank.stage)
     columns = list(groups.values())
     if len(columns) > MOST_COLUMNS:
         columns = [*columns[: MOST_COLUMNS - 1], columns[-1]]
-    ranks = [found.stages[stages[0]] for stages in columns]
+    ranks = [predicted.stages[stages[0]] for stages in columns]
     sizes = {}
     for key, name in CATEGORIES.items():
         row = [rank.on_gpu[key] for rank in ranks]
@@ -210,9 +210,9 @@ def _add_memory(shown: Page, found: Forecast) -> None:
     rows.append(["at its fullest in the", *(rank.moment for rank in ranks)])
     headings = [
         "GB per GPU",
-        *(_stages(stages, len(found.stages)) for stages in columns),
+        *(_stages(stages, len(predicted.stages)) for stages in columns),
     ]
-    away = {"host memory": found.host, "NVMe": found.nvme}
+    away = {"host memory": predicted.host, "NVMe": predicted.nvme}
     below = [
         f"and {amount(size)} of {place} per node"
         for place, size in away.items()
@@ -230,7 +230,7 @@ def _stages(stages: list[int], count: int) -> str:
 
 
 def _add_time(
-    shown: Page, found: Forecast, time: StepTime, rates: PredictedSpeed
+    shown: Page, predicted: Forecast, time: StepTime, rates: PredictedSpeed
 ) -> None:
     rows = []
     for cause, seconds in time.split.items():
@@ -246,7 +246,7 @@ def _add_time(
         ("TFLOPS per GPU", tflops),
         (
             "MFU",
-            f"{rates.mfu:.1%} of {found.node.gpu.tflops[found.work.precision]:g} TFLOPS",
+            f"{rates.mfu:.1%} of {predicted.node.gpu.tflops[predicted.work.precision]:g} TFLOPS",
         ),
     )
 
@@ -259,7 +259,7 @@ def duration(seconds: float) -> str:
     return f"{seconds:,.3g} seconds"
 
 
-def _bill(found: Forecast, bill: Bill) -> str:
+def _bill(predicted: Forecast, bill: Bill) -> str:
     cost = f"{duration(bill.seconds)}, {_rounded(bill.gpu_hours)} GPU-hours"
     if bill.kwh is not None:
         cost += f", about {_rounded(bill.kwh)} kWh at the boards' power limit"
@@ -276,10 +276,10 @@ def _rounded(number: float) -> str:
     return f"{number:,.0f}" if number >= 100 else f"{number:.2g}"
 
 
-def as_json(found: Forecast, bill: Bill | None) -> dict[str, Any]:
+def as_json(predicted: Forecast, bill: Bill | None) -> dict[str, Any]:
     """Return every number, in bytes and seconds."""
     stages = []
-    for rank in found.stages:
+    for rank in predicted.stages:
         sums = {
             "allocated": rank.allocated,
             "reserved": rank.reserved,
@@ -287,25 +287,26 @@ def as_json(found: Forecast, bill: Bill | None) -> dict[str, Any]:
         }
         stages.append({**asdict(rank), **sums})
     return {
-        "hardware": found.node.name,
-        "nodes": found.nodes,
-        "layout": asdict(found.work.layout),
-        "software": found.work.software.name,
+        "hardware": predicted.node.name,
+        "nodes": predicted.nodes,
+        "layout": asdict(predicted.work.layout),
+        "software": predicted.work.software.name,
         "stages": stages,
-        "memory_bytes": found.node.gpu.memory_bytes,
-        "host_bytes_per_node": found.host,
-        "nvme_bytes_per_node": found.nvme,
+        "memory_bytes": predicted.node.gpu.memory_bytes,
+        "host_bytes_per_node": predicted.host,
+        "nvme_bytes_per_node": predicted.nvme,
         "errors": {
-            "time": found.time_error.model_dump(),
+            "time": predicted.time_error.model_dump(),
             "memory": fitted()
-            .errors[fitted().kind("memory", found.work.precision)]
+            .errors[fitted().kind("memory", predicted.work.precision)]
             .model_dump(),
         },
-        "verdict": found.verdict,
-        "margin_bytes": found.margin,
-        "largest_micro": asdict(found.largest),
-        "seconds": found.time and {**found.time.split, "total": found.time.total},
-        "speed": found.speed and asdict(found.speed),
+        "verdict": predicted.verdict,
+        "margin_bytes": predicted.margin,
+        "largest_micro": asdict(predicted.largest),
+        "seconds": predicted.time
+        and {**predicted.time.split, "total": predicted.time.total},
+        "speed": predicted.speed and asdict(predicted.speed),
         "run": bill
         and {
             **asdict(bill),
@@ -313,6 +314,7 @@ def as_json(found: Forecast, bill: Bill | None) -> dict[str, Any]:
             "usd": bill.usd,
         },
         "remarks": [
-            {**asdict(remark), "text": remark_text(remark)} for remark in found.remarks
+            {**asdict(remark), "text": remark_text(remark)}
+            for remark in predicted.remarks
         ],
     }

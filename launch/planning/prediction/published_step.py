@@ -42,7 +42,7 @@ def side_by_side(
         if published.tflops_by == "formula"
         else theirs.speed.exact_tflops
     )
-    found = (
+    rows = (
         ("seconds per step", seconds, printed_seconds(recipe, published)),
         ("TFLOPS per GPU", tflops, published.tflops),
         ("cached, GiB per GPU", cached, published.cached_gb),
@@ -51,7 +51,7 @@ def side_by_side(
     )
     return [
         (quantity, ours, printed)
-        for quantity, ours, printed in found
+        for quantity, ours, printed in rows
         if ours and printed
     ]
 

@@ -87,7 +87,7 @@ OURS = SYSTEMS["megarecipes"]
 
 def as_it_runs(name: str, *, masked: bool) -> Software:
     """Return a training system as it runs a BERT (`masked`) or a GPT."""
-    found = SYSTEMS[name]
-    if masked and found.passes_of_bert:
-        return replace(found, passes=found.passes_of_bert, gelu_copies=0)
-    return found
+    system = SYSTEMS[name]
+    if masked and system.passes_of_bert:
+        return replace(system, passes=system.passes_of_bert, gelu_copies=0)
+    return system

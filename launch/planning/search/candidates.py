@@ -112,16 +112,16 @@ def choices(question: SearchQuestion) -> list[Choice]:
 
 def search(question: SearchQuestion, ways: Iterable[str] = WAYS) -> list[Candidate]:
     """Predict every layout; the best stands first. Raises ConfigError: none can be run."""
-    found = list[Candidate]()
+    candidates = list[Candidate]()
     refused = list[ConfigError]()
     for way, choice in product(ways, choices(question)):
         try:
-            found += of_choice(question, way, choice)
+            candidates += of_choice(question, way, choice)
         except ConfigError as error:
             refused.append(error)
-    if not found:
+    if not candidates:
         raise min(refused, key=lambda error: len(error.problems))
-    return sorted(found, key=lambda each: each.place)
+    return sorted(candidates, key=lambda each: each.place)
 
 
 def of_choice(
@@ -144,7 +144,7 @@ def of_choice(
         changed["batch"] = batch.model_copy(update={"micro": micro})
         own = recipe.model_copy(update=changed)
         plan = resolve_on_machine(own, WAYS[way], question.ranks, node.machine)
-        found = Candidate(way, plan, forecast(workload.of_plan(plan), node))
-        yield found
-        if not found.fits:
+        candidate = Candidate(way, plan, forecast(workload.of_plan(plan), node))
+        yield candidate
+        if not candidate.fits:
             return

@@ -26,12 +26,12 @@ class Largest(NamedTuple):
 
 def largest(question: SearchQuestion) -> list[Largest]:
     """Find the largest model of each way; the recipe states a micro-batch. Raises ProblemsError."""
-    found = [of_way(question, way) for way in WAYS]
-    refused = sorted((each.problems for each in found), key=len)
+    of_ways = [of_way(question, way) for way in WAYS]
+    refused = sorted((each.problems for each in of_ways), key=len)
     # the fewest
     if refused[0]:
         raise ProblemsError(refused[0])
-    return found
+    return of_ways
 
 
 def of_way(question: SearchQuestion, way: str) -> Largest:
@@ -71,10 +71,10 @@ def larger(
             of_a_stage = math.ceil(shapes.usual_layers(width) / choice.pp)
         grown = shaped(question, width, of_a_stage * choice.pp)
         try:
-            found = next(candidates.of_choice(grown, way, choice))
+            candidate = next(candidates.of_choice(grown, way, choice))
         except ConfigError:
             return None
-        return found if found.forecast.verdict == "fits" else None
+        return candidate if candidate.forecast.verdict == "fits" else None
 
     more = largest_number(lambda number: fitting(number) is not None, MOST)
     return fitting(more) if more else None

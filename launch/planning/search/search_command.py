@@ -75,9 +75,9 @@ def run(args: argparse.Namespace) -> int:
     """Print the layouts and return exit code 0; 1: nothing fits. Raises ProblemsError."""
     question = question_of(args)
     if args.largest:
-        found = largest.largest(question)
-        print(search_text.largest_page(question, found, terminal.columns()))
-        return 0 if any(each.best for each in found) else 1
+        models = largest.largest(question)
+        print(search_text.largest_page(question, models, terminal.columns()))
+        return 0 if any(each.best for each in models) else 1
     name = catalog.find(question.name).name + "-tiny" * args.tiny
     name += f" --model {args.model}" if args.model else ""
     ranking = candidates.search(question)

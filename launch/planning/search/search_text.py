@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from launch.console.text_table import Page
 from launch.planning.prediction.forecast_text import (
@@ -108,20 +108,20 @@ def _gpus(question: SearchQuestion) -> str:
 
 
 def largest_page(
-    question: SearchQuestion, found: Sequence[Largest], width: int | None = None
+    question: SearchQuestion, models: Sequence[Largest], width: int | None = None
 ) -> Page:
     """Describe the largest models in a table, with the printed sizes below it."""
     node = question.node
     recipe = question.recipe
     micro = counted(recipe.batch.micro or 1, "sample")
-    precisions = (each.best.plan.precision for each in found if each.best)
+    precisions = (each.best.plan.precision for each in models if each.best)
     precision = next(precisions, recipe.precision)
     model = f"a {recipe.model.family} in {precision}, {_samples(recipe)}, micro-batches of {micro}"
     shown = Page(width)
     shown.facts(("hardware", _hardware(question)), ("model", model))
     rows = []
     refused = []
-    for way, best, problems in found:
+    for way, best, problems in models:
         if problems:
             rules = "; ".join(str(problem.rule or problem.came) for problem in problems)
             refused.append(f"{way} cannot be run: {rules}")
@@ -129,9 +129,9 @@ def largest_page(
             rows.append([way, *(_largest(best) if best else ["none fits"])])
     below = f"{LARGEST_LEGEND}{memory_error(precision)}."
     shown.table(rows, LARGEST, "llll", below=[below])
-    printed = _printed_sizes(question)
+    printed = "; ".join(_printed_sizes(question))
     if printed:
-        shown.text(f"printed of {_gpus(question)} of this kind: {'; '.join(printed)}")
+        shown.text(f"printed of {_gpus(question)} of this kind: {printed}")
     alone = node.gpu.memory_bytes / 16e9
     rule = f"the documents' rule, memory over 16 bytes a parameter: {alone:.2f} B for one GPU"
     bound = PRINTED_BOUNDS.get(node.gpu.name)
@@ -161,9 +161,8 @@ def _degrees(candidate: Candidate) -> str:
     return f"{layout.tp}x{layout.pp}x{layout.dp}"
 
 
-def _printed_sizes(question: SearchQuestion) -> list[str]:
-    """Return the documents' largest models on as many such nodes."""
-    sizes = []
+def _printed_sizes(question: SearchQuestion) -> Iterator[str]:
+    """Yield the documents' largest models on as many such nodes."""
     for table in LARGEST_TABLES:
         for row in read_table(FOLDER / f"{table}.yaml").rows:
             recipe = catalog.load(f"{table}/{row}")
@@ -173,24 +172,23 @@ def _printed_sizes(question: SearchQuestion) -> list[str]:
             if own and published and (own.node, own.gpus) == asked:
                 system = published.framework or recipe.ds_config
                 shape = f"{recipe.model.layers}x{recipe.model.hidden}"
-                sizes.append(f"{published.size_label}, {shape} ({system})")
-    return sizes
+                yield f"{published.size_label}, {shape} ({system})"
 
 
 def _add_layouts(shown: Page, best: list[Candidate]) -> None:
     rows = []
     for number, candidate in enumerate(best, 1):
         layout = candidate.plan.layout
-        found = candidate.forecast
-        needed = found.fullest_rank.total
-        rates = found.speed
+        predicted = candidate.forecast
+        needed = predicted.fullest_rank.total
+        rates = predicted.speed
         assert rates
         row = (
             number,
             _degrees(candidate),
             f"{layout.micro}x{layout.accumulation}",
             f"{needed / 1e9:.1f}",
-            f"{needed / found.node.gpu.memory_bytes:.0%}",
+            f"{needed / predicted.node.gpu.memory_bytes:.0%}",
             f"{candidate.seconds:.4g}",
             f"{rates.tokens:,.0f}",
             f"{rates.mfu:.1%}",

@@ -76,34 +76,34 @@ def whole_optimizer(directory: Path) -> Path | None:
 
 def elsewhere(directory: Path, flag: str) -> tuple[str, str, str] | None:
     """Return what came, the rule and the fix where a directory has nothing for a flag, and something else."""
-    found = None
+    instead = None
     for reader, (patterns, came, rule) in READERS.items():
         if any(next(directory.glob(pattern), None) for pattern in patterns):
             if reader == flag:
                 return None
-            found = came, rule, f"launch/pretrain.py {reader} {directory} reads it"
+            instead = came, rule, f"launch/pretrain.py {reader} {directory} reads it"
     below = sorted(
         directory.glob("checkpoint-*"), key=lambda path: (len(path.name), path)
     )
-    if found is None and below:
+    if instead is None and below:
         came = f"holds {some([str(path) for path in below], 4)}"
-        found = (
+        instead = (
             came,
             "each is a save of its own",
             f"give one of them, such as {below[-1]}",
         )
-    return found
+    return instead
 
 
 def _found(where: Path, pattern: re.Pattern[str]) -> dict[int, dict[int, Path]]:
     """Return the files of this pattern by model-parallel and data-parallel rank."""
-    found: dict[int, dict[int, Path]] = {}
+    by_rank: dict[int, dict[int, Path]] = {}
     for path in sorted(where.glob("*_states.pt")):
         match = pattern.fullmatch(path.name)
         if match:
-            of_rank = found.setdefault(int(match[2]), {})
+            of_rank = by_rank.setdefault(int(match[2]), {})
             of_rank[int(match[1] or 0)] = path
-    return found
+    return by_rank
 
 
 def expect(condition: bool, where: Path, came: str, rule: str, fix: str = COPY) -> None:

@@ -180,8 +180,8 @@ def _updates(where: Path, stated: Mapping[str, Any], optimizer: Optimizer) -> in
     steps = stated["global_steps"]
     skipped = stated["skipped_steps"]
     made = steps - skipped
-    found = [str(count) for count in sorted(counted)]
-    came = f"Adam has counted {some(found)} updates"
+    counts = some([*map(str, sorted(counted))])
+    came = f"Adam has counted {counts} updates"
     rule = f"after {steps} steps, of them {skipped} skipped, it has made {made}"
     sound = len(counted) == 1 and counted <= {made, made + optimizer.built}
     expect(sound, where, came, rule)
@@ -201,17 +201,17 @@ def _joined(files: SaveFiles, stated: Mapping[str, Any]) -> Optimizer:
         rule = "of several, stage 0 does not say which moments are whose"
         expect(count == 1, where, came, rule, ZERO_1)
         return unpartitioned(where, stated)
-    found = []
+    of_ranks = []
     for rank in sorted(files.models):
         optimizers = files.optimizers.get(rank, {})
-        found.append(_partitioned(where, optimizers, _stated(files, rank)))
-    first = found[0]
+        of_ranks.append(_partitioned(where, optimizers, _stated(files, rank)))
+    first = of_ranks[0]
     if count == 1:
         return first
     parts: dict[str, list[TheirParameter]] = {}
     numbered: dict[str, int] = {}
     bases = list[Mapping[str, Any]]()
-    for each in found:
+    for each in of_ranks:
         bases += each.bases
         numbered |= each.numbered
         for name, parameter in each.parameters.items():
@@ -241,13 +241,13 @@ def _numbered(
 ) -> dict[str, int]:
     """Return the group of each parameter in the buffers that Adam numbers; stage 3 may cut one into several."""
     counts = [len(group.get("params", ())) for group in groups]
-    found: dict[str, int] = {}
+    group_of: dict[str, int] = {}
     left = iter(buffers)
     if sum(counts) == len(buffers):
         for number, count in enumerate(counts):
             for buffer in islice(left, count):
-                found |= dict.fromkeys(buffer, number)
-    return found
+                group_of |= dict.fromkeys(buffer, number)
+    return group_of
 
 
 def _partitioned(
@@ -285,9 +285,7 @@ def _partitioned(
     if by_parameter:
         runs = _equal_pieces(groups, partitions)
     else:
-        mappings = []
-        for rank in ranks:
-            mappings.append(rank.get("param_slice_mappings") or ())
+        mappings = [rank.get("param_slice_mappings") or () for rank in ranks]
         runs = _mapped_pieces(mappings, partitions)
     parameters = {}
     for group in groups:
@@ -304,10 +302,8 @@ def _partitioned(
 
 def _flats(base: Mapping[str, Any], weights: Sequence[Tensor]) -> list[Flat]:
     """Return the flat buffers of a rank, of each group."""
-    found = list[Flat]()
-    for number, weight in enumerate(weights):
-        found.append({**base["state"].get(number, {}), WEIGHT: weight})
-    return found
+    state = base["state"]
+    return [{**state.get(n, {}), WEIGHT: weight} for n, weight in enumerate(weights)]
 
 
 def _mapped_pieces(
@@ -392,9 +388,7 @@ def unpartitioned(
     buffers: list[list[Flat]] = []
     counts = {}
     for number, group in enumerate(base["param_groups"]):
-        states = []
-        for key in group["params"]:
-            states.append(base["state"].get(key, {}))
+        states = [base["state"].get(key, {}) for key in group["params"]]
         steps = [held.get("step", 0) for held in states]
         counts[number] = {"step": max(steps, default=0)}
         if masters:
@@ -441,10 +435,10 @@ def _elements(held: Mapping[str, Any]) -> int:
 
 def _distinct(module: Mapping[str, Any]) -> dict[str, Tensor]:
     """Leave out second names of tied parameters, which lie in one place."""
-    found: dict[int, tuple[str, Tensor]] = {}
+    by_place: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in _tensors(module).items():
-        found.setdefault(tensor.data_ptr(), (name, tensor))
-    return dict(found.values())
+        by_place.setdefault(tensor.data_ptr(), (name, tensor))
+    return dict(by_place.values())
 
 
 def _groups(named: Mapping[str, Tensor], sizes: Sequence[int]) -> list[list[str]]:
@@ -460,10 +454,10 @@ def _groups(named: Mapping[str, Tensor], sizes: Sequence[int]) -> list[list[str]
         else:
             vectors.append(name)
     for groups in ([[*named]], [matrices, vectors], [vectors, matrices]):
-        found = []
+        counts = []
         for group in groups:
-            found.append(sum(named[name].numel() for name in group))
-        if found == [*sizes]:
+            counts.append(sum(named[name].numel() for name in group))
+        if counts == [*sizes]:
             return groups
     return []
 
@@ -503,17 +497,17 @@ def _universal(folder: Path, files: SaveFiles) -> Optimizer:
 
 
 def _read_param(own: Mapping[str, Path], shape: torch.Size, kind: str) -> Tensor:
-    found = _param(own[kind])
-    came = f"holds {found.numel():,} numbers"
+    tensor = _param(own[kind])
+    came = f"holds {tensor.numel():,} numbers"
     rule = f"its parameter has {shape.numel():,}"
-    expect(found.numel() == shape.numel(), own[kind], came, rule)
-    return found.view(shape).float()
+    expect(tensor.numel() == shape.numel(), own[kind], came, rule)
+    return tensor.view(shape).float()
 
 
 def _param(file: Path) -> Tensor:
-    found = load(file)
-    if isinstance(found, dict):
-        found = found.get("param")
-    sound = isinstance(found, Tensor)
+    held = load(file)
+    if isinstance(held, dict):
+        held = held.get("param")
+    sound = isinstance(held, Tensor)
     expect(sound, file, "holds no tensor", "a universal checkpoint's files do")
-    return found  # type: ignore[no-any-return]  # `expect` has made sure
+    return held  # type: ignore[no-any-return]  # `expect` has made sure

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -57,16 +57,13 @@ class Selection(NamedTuple):
     copies: dict[tuple[str, str], Tensor]
     twice: list[str]
 
-    def untied(self) -> list[tuple[str, str]]:
-        """Return (copy, tensor) for each copy that differs from its tensor. Reads their numbers."""
+    def untied(self) -> Iterator[tuple[str, str]]:
+        """Yield (copy, tensor) for each copy that differs from its tensor. Reads their numbers."""
         from modeling.lazy_weights import same_numbers
 
-        pairs = (
-            (names, copy, self.tensors[names[1]]) for names, copy in self.copies.items()
-        )
-        return [
-            names for names, copy, tensor in pairs if not same_numbers(copy, tensor)
-        ]
+        for (copy, name), tensor in self.copies.items():
+            if not same_numbers(tensor, self.tensors[name]):
+                yield copy, name
 
 
 class NameEntry(NamedTuple):
@@ -115,29 +112,23 @@ class Conversion:
 
     def select(self, theirs: Mapping[str, Any]) -> Selection:
         """Select the tensors of a state dict, which may hold either name of a tied tensor, or both."""
-        named = [
-            (name, tensor)
-            for stored, tensor in theirs.items()
-            if (name := self.rename(_WRAPPED.sub("", stored)))
-        ]
-        found = dict(named)
-        times = Counter(name for name, _ in named)
-        stored_copies = {
-            names: found.pop(names[0])
-            for names in self.tied.items()
-            if names[0] in found
-        }
-        copies = {
-            names: copy for names, copy in stored_copies.items() if names[1] in found
-        }
-        found |= {
-            names[1]: copy
-            for names, copy in stored_copies.items()
-            if names not in copies
-        }
-        return Selection(
-            found, copies, [name for name, count in times.items() if count > 1]
-        )
+        tensors = {}
+        times = Counter[str]()
+        for stored, tensor in theirs.items():
+            name = self.rename(_WRAPPED.sub("", stored))
+            if name:
+                tensors[name] = tensor
+                times[name] += 1
+        twice = [name for name, count in times.items() if count > 1]
+        copies = {}
+        for copy, name in self.tied.items():
+            if copy in tensors:
+                tensor = tensors.pop(copy)
+                if name in tensors:
+                    copies[copy, name] = tensor
+                else:
+                    tensors[name] = tensor
+        return Selection(tensors, copies, twice)
 
     def to_canonical(
         self,
@@ -153,20 +144,20 @@ class Conversion:
         """
         from modeling.lazy_weights import LazyWeights
 
-        found = self.select(theirs).tensors
+        tensors = self.select(theirs).tensors
 
         def convert(entry: NameEntry) -> Tensor:
-            parts = [read(found[name]) for name in entry.theirs]
+            parts = [read(tensors[name]) for name in entry.theirs]
             whole = entry.form.to_ours(parts, model.heads)
             if entry.ours in WITH_PADDING:
                 return whole[: model.vocab_size]
             return whole
 
         def usable(entry: NameEntry) -> bool:
-            if any(name not in found for name in entry.theirs):
+            if any(name not in tensors for name in entry.theirs):
                 return False
             own = not entry.ours.startswith("head.classifier.")
-            return own or found[entry.theirs[0]].shape[0] == head_outputs(model)
+            return own or tensors[entry.theirs[0]].shape[0] == head_outputs(model)
 
         return LazyWeights(
             {

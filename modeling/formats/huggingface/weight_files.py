@@ -31,7 +31,7 @@ AGAIN = "copy or download the directory again"
 def read_state_dict(directory: str | Path) -> dict[str, Tensor]:
     """Read every tensor of the directory by its stored name. Raises FileError with all broken files."""
     directory = Path(directory)
-    found = dict[str, Tensor]()
+    state_dict = dict[str, Tensor]()
     problems: list[Problem] = []
     for file, names in _files(directory).items():
         try:
@@ -44,7 +44,7 @@ def read_state_dict(directory: str | Path) -> dict[str, Tensor]:
                     "the index says otherwise",
                     AGAIN,
                 )
-            twice = sorted(tensors.keys() & found.keys())
+            twice = sorted(tensors.keys() & state_dict.keys())
             if twice:
                 refuse(
                     directory / file,
@@ -52,12 +52,12 @@ def read_state_dict(directory: str | Path) -> dict[str, Tensor]:
                     "",
                     AGAIN,
                 )
-            found |= tensors
+            state_dict |= tensors
         except FileError as error:
             problems += error.problems
     if problems:
         raise FileError(problems)
-    return found
+    return state_dict
 
 
 def _files(directory: Path) -> dict[str, set[str]]:

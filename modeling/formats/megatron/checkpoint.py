@@ -162,13 +162,11 @@ class MegatronCheckpoint:
             own["gelu"] = UNREAD if UNREAD in gelus else known
         return own
 
-    def untied(self) -> list[tuple[str, str]]:
-        """Return (copy, tensor) for each copy that differs from its tensor. Reads their numbers."""
-        found = []
+    def untied(self) -> Iterator[tuple[str, str]]:
+        """Yield (copy, tensor) for each copy that differs from its tensor. Reads their numbers."""
         for (copy, name), slices in self.copies.items():
             if not all(map(same_numbers, slices.parts, self.tensors[name].parts)):
-                found.append((copy, name))
-        return found
+                yield copy, name
 
     def weights(self, model: Model) -> LazyWeights:
         """Return the canonical weights of `model` from these tensors."""
@@ -286,12 +284,12 @@ def _has_attention(names: Iterable[object]) -> bool:
 def _arguments(where: Path, stated: Mapping[str, Any]) -> dict[str, Any]:
     """Return the stored arguments, UNREAD instead of values that are not plain."""
     stored = stated.get("args")
-    found = stored if isinstance(stored, dict) else getattr(stored, "__dict__", {})
+    arguments = stored if isinstance(stored, dict) else getattr(stored, "__dict__", {})
     if _is_neox(stated):
-        found = {**_neox_settings(where), **found}
+        arguments = {**_neox_settings(where), **arguments}
     plain = (bool, int, float, str, list, type(None))
     read = {}
-    for key, value in found.items():
+    for key, value in arguments.items():
         if type(value) not in plain:
             value = UNREAD
         read[key] = value
@@ -323,17 +321,17 @@ def _neox_settings(where: Path) -> dict[str, Any]:
     """
     for place in (where, where.with_name(where.name.removesuffix("_universal"))):
         files = sorted((place / "configs").glob("*.yml"))
-        found: dict[str, Any] = dict(NEOX_DEFAULTS)
+        settings: dict[str, Any] = dict(NEOX_DEFAULTS)
         for file in files:
             for key, value in yaml_lines.read(file, str(file)).value.items():
-                found[key.replace("-", "_")] = value
+                settings[key.replace("-", "_")] = value
         kinds = set()
-        for pattern, _ in found.get("attention_config") or ():
+        for pattern, _ in settings.get("attention_config") or ():
             kinds |= {*pattern}
         if kinds <= NEOX_DENSE:
-            found["attention_config"] = None
+            settings["attention_config"] = None
         if files:
-            return found
+            return settings
     return dict.fromkeys(NEOX_DEFAULTS, UNREAD)
 
 
@@ -449,12 +447,12 @@ def _missing(
     Ranks whose parts are there are not missed: converters leave the arguments of other layouts.
     """
     where = str(files.where)
-    found = dict[str, int]()
+    counts = dict[str, int]()
     if not all(is_whole(name, slices.shape) for name, slices in tensors.items()):
-        found["tensor"] = len(files.stages[0])
+        counts["tensor"] = len(files.stages[0])
     if not files.by_layer and LAST not in tensors:
-        found["pipeline"] = len(files.stages)
-    for kind, count in found.items():
+        counts["pipeline"] = len(files.stages)
+    for kind, count in counts.items():
         stated = _stated_ranks(arguments, kind)
         if stated not in (None, count):
             came = f"holds files of {count} {kind}-parallel ranks, and its arguments tell of {stated}"

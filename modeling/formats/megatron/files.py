@@ -66,9 +66,7 @@ def find(directory: Path) -> Files:
     """Find the files of the iteration in `directory`, or of the newest below it. Raises FileError."""
     where = _iteration(directory)
     names = _names(where)
-    layers = []
-    for m in _matches(LAYER, names):
-        layers.append((int(m[1]), int(m[2]), where / m[0]))
+    layers = [(int(m[1]), int(m[2]), where / m[0]) for m in _matches(LAYER, names)]
     if layers:
         stated = where / "mp_rank_00_model_states.pt"
         if not is_file(stated):
@@ -80,23 +78,21 @@ def find(directory: Path) -> Files:
                 fix,
             )
         return Files(where, _stages(where, layers), stated, by_layer=True)
-    found = []
-    for m in _matches(PLAIN, names):
-        found.append((0, int(m[1]), where / m[0]))
-    if not found:
+    slices = [(0, int(m[1]), where / m[0]) for m in _matches(PLAIN, names)]
+    if not slices:
         for m in _matches(RANK, names):
             held = _names(where / m[0])
             name = next((name for name in WEIGHTS if name in held), None)
             if name:
                 stage = int(m[2] or 0)
-                found.append((stage, int(m[1]), where / m[0] / name))
+                slices.append((stage, int(m[1]), where / m[0] / name))
             elif OPTIMIZER not in held:
                 came = f"holds {some(held, 4) or 'nothing'}, and neither {WEIGHTS[0]} nor {WEIGHTS[1]}"
                 fix = ANOTHER if held else WHOLE
                 refuse(where / m[0], came, "", fix)
-    if not found:
+    if not slices:
         _refuse_form(where, names)
-    stages = _stages(where, found)
+    stages = _stages(where, slices)
     return Files(where, stages, stages[0][0])
 
 
@@ -152,19 +148,19 @@ def _iteration(directory: Path) -> Path:
 
 
 def _stages(
-    where: Path, found: Sequence[tuple[int, int, Path]]
+    where: Path, numbered: Sequence[tuple[int, int, Path]]
 ) -> Sequence[Sequence[Path]]:
     """Sort (stage or layer, slice, file) by stage; refuse a missing slice or stage."""
     by_stage: dict[int, dict[int, Path]] = {}
-    for stage, index, file in found:
+    for stage, index, file in numbered:
         other = by_stage.setdefault(stage, {}).setdefault(index, file)
         if other != file:
             came = f"holds {other.relative_to(where)} and {file.relative_to(where)}"
             refuse(
                 where, came, "a rank has one file", "leave out the one of another save"
             )
-    count = 1 + max(index for _, index, _ in found)
-    by_layer = LAYER.fullmatch(found[0][2].name) is not None
+    count = 1 + max(index for _, index, _ in numbered)
+    by_layer = LAYER.fullmatch(numbered[0][2].name) is not None
     kind = "layer_" if by_layer else "pipeline stage "
     missing = list[str]()
     stages = []

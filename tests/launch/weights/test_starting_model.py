@@ -21,6 +21,7 @@ from data.text.trained_vocabulary import train_bpe, train_wordpiece, wrap_tokeni
 from launch import pretrain
 from launch.records.admission import admit
 from launch.training.job import Job
+from launch.weights.starting_model import StartingModel
 from recipes import catalog
 from recipes.problems import ProblemsError
 
@@ -112,6 +113,18 @@ def test_given_weights_have_a_rate_of_their_own_and_what_is_said_of_it_stands(
     plan = planned(folder, "gpt2", *words.split()).plan
     assert (plan.recipe.optimizer.lr, plan.recipe.schedule.min_lr) == (rate, least)
     assert said in str(plan.notices)
+
+
+def test_a_published_vocabulary_is_known_by_its_rows_and_a_recipe_that_names_one_wins(folder):
+    """Else theirs does: a recipe gives way where it would train a vocabulary."""
+    given = StartingModel(str(folder / "gpt2"))
+    named = replace(given, recipe="default/sotu")
+    published = replace(given, recipe="openwebtext/gpt2-124m")
+    theirs = {"data.tokenizer": {"kind": "file", "path": str(folder / "gpt2")}}
+    assert given._tokenizer(SIZE, SIZE) == named._tokenizer(SIZE, SIZE) == theirs
+    assert published._tokenizer(SIZE, SIZE) == {}
+    assert given._tokenizer(None, 50257) == {"data.tokenizer": {"kind": "gpt2"}}
+    assert given._tokenizer(None, SIZE) == named._tokenizer(None, 50257) == {}
 
 
 def test_samples_may_be_shorter_than_their_positions(folder):
