@@ -56,7 +56,7 @@ def meet(check: Callable[[], None] = lambda: None, out: str | None = None) -> Me
     meeting = Meeting(_existing(out))
     take_environment(meeting)
     # each machine has a cache of its own: one that refuses ends the ranks of all
-    meeting.settle(check_cache_is_own)
+    meeting.all_or_none(check_cache_is_own)
     keep_compiled_code()
     return meeting
 
@@ -123,7 +123,7 @@ def take_environment(meeting: Meeting) -> None:
 
 def check_places(meeting: Meeting) -> None:
     """Check that every rank has a device of its own, and a network to the others. Collective."""
-    meeting.compare(meeting.settle(own_place), processes.check_shared_devices)
+    meeting.compare(meeting.all_or_none(own_place), processes.check_shared_devices)
 
 
 def own_place() -> tuple[str, str] | None:

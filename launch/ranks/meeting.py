@@ -84,7 +84,7 @@ class Meeting:
 
     # --- exchanges
 
-    def settle(self, check: Callable[[], T], patience: timedelta = TIMEOUT) -> T:
+    def all_or_none(self, check: Callable[[], T], patience: timedelta = TIMEOUT) -> T:
         """Return what `check` returns on this rank, once it has returned on all of them. Collective.
 
         Where it raises ValueError on any, rank 0 says each different message once, and all ranks end with
@@ -112,7 +112,7 @@ class Meeting:
         return value
 
     def once(self, make: Callable[[], T], form: TypeAdapter[T]) -> T:
-        """Run `make` only on rank 0; return its result on all. Within a check of `settle`. Collective.
+        """Run `make` only on rank 0; return its result on all. Within a check of `all_or_none`. Collective.
 
         `form`: of the value, which travels as JSON. Raises ValueError on all ranks where `make` does, or
         rank 0 before it.
@@ -125,7 +125,7 @@ class Meeting:
             value = make()
             self._tell(name, form.dump_python(value, mode="json"))
             return value
-        # in the `settle` that this is a part of
+        # in the `all_or_none` that this is a part of
         refusal = _refusal_of_rank_0(self._exchanges + 1)
         heard, told = self._hear([(name, 0), (refusal, 0)], MAKING)
         if heard == (refusal, 0):
@@ -154,7 +154,7 @@ class Meeting:
         `own` has JSON's types; `judge` gets a list in the order of ranks, and raises ValueError.
         """
         everyone = self.to_rank_0(own)
-        self.settle(lambda: judge(everyone) if rank() == 0 else None)
+        self.all_or_none(lambda: judge(everyone) if rank() == 0 else None)
 
     def _exchange_refusals(self, own: str | None, patience: timedelta) -> bool:
         """Exchange refusals; return whether there is one, which rank 0 has printed."""

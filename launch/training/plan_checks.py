@@ -66,7 +66,7 @@ def of_machines(job: Job, meeting: Meeting) -> list[Check]:
     own = of_machine(job)
     if not processes.launched():
         return own
-    meeting.settle(partial(checks.refuse, own))
+    meeting.all_or_none(partial(checks.refuse, own))
     joining.check_places(meeting)
     from launch.records import shared_directory
 
@@ -74,7 +74,7 @@ def of_machines(job: Job, meeting: Meeting) -> list[Check]:
     report = socket.gethostname(), own if processes.local_rank() == 0 else []
     reports = meeting.to_rank_0(REPORT.dump_python(report, mode="json"))
     found = merged([REPORT.validate_python(each) for each in reports])
-    meeting.settle(partial(checks.refuse, found))
+    meeting.all_or_none(partial(checks.refuse, found))
     return found
 
 

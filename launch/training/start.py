@@ -114,7 +114,7 @@ def launch(args: argparse.Namespace, check: Callable[[], Job]) -> None:
     terminal.outlast_readers()
     joining.postpone_collections()
     meeting = joining.meet(lambda: check_processes(args), args.out)
-    job = meeting.settle(check)
+    job = meeting.all_or_none(check)
     if args.plan:
         from launch.training import plan_checks
 
@@ -150,7 +150,7 @@ def demand_determinism() -> None:
 
 def admit_run(job: Job, meeting: Meeting) -> RunDirectory | None:
     """Open the run directory on rank 0, and check that every rank sees it. Collective."""
-    directory = meeting.settle(lambda: open_run_directory(job))
+    directory = meeting.all_or_none(lambda: open_run_directory(job))
     if processes.world_size() > 1:
         from launch.records import shared_directory
 
@@ -325,7 +325,7 @@ def run(job: Job, directory: RunDirectory | None, meeting: Meeting) -> None:
     grid = ProcessGrid(layout.tp, layout.pp, layout.dp, processes.TIMEOUT)
     # One process of a machine prepares a large corpus; the others may wait for hours.
     make = system_refusals(Path.cwd())(job.corpus or partial(build_corpus, job))
-    corpus = meeting.settle(lambda: make(meeting), PREPARATION)
+    corpus = meeting.all_or_none(lambda: make(meeting), PREPARATION)
     try:
         given = job.initial_weights
         failure = agreement.kernel_failure(grid.control_group)
@@ -342,7 +342,7 @@ def run(job: Job, directory: RunDirectory | None, meeting: Meeting) -> None:
             from launch.training.run import checksum
 
             write = partial(job.adopt, job.plan, job.checkpoints, checksum(corpus))
-            meeting.settle(system_refusals(job.directory)(write), PREPARATION)
+            meeting.all_or_none(system_refusals(job.directory)(write), PREPARATION)
         # once, before the records are cut back to it
         chosen = choose_checkpoint(job, grid, corpus)
     except ValueError as e:

@@ -67,7 +67,7 @@ def calls_of_steps(case: dict, settings: list[str], meeting: Meeting, out: Path)
     plan, events = resolve(recipe, "zero1", processes.world_size(), CPU), Events()
     with temporary_groups():
         grid = ProcessGrid(*case.values(), processes.TIMEOUT)
-        built = meeting.settle(lambda: corpus.build(recipe, say=lambda line: None, once=meeting.once))
+        built = meeting.all_or_none(lambda: corpus.build(recipe, say=lambda line: None, once=meeting.once))
 
         def write(*what, write=tensor_file.write):
             assert events.on_disk.wait(60)
@@ -87,7 +87,7 @@ if __name__ == "__main__":
     out, *given = sys.argv[1:]
     with ending.clean_exit():
         met = Meeting()
-        met.settle(lambda: None)
+        met.all_or_none(lambda: None)
         processes.start_processes(store=met.store)
         found = []
         for case in {"tp": 1, "pp": 1, "dp": 2}, {"tp": 2, "pp": 1, "dp": 1}:

@@ -46,7 +46,7 @@ def batches_of(case: dict, settings: list[str], meeting: Meeting) -> dict:
     plan = resolve(recipe, "zero1" if case["pp"] == 1 else "pipeline", processes.world_size(), CPU)
     with temporary_groups():
         grid = ProcessGrid(*case.values(), processes.TIMEOUT)
-        built = meeting.settle(lambda: corpus.build(recipe, say=lambda line: None, once=meeting.once))
+        built = meeting.all_or_none(lambda: corpus.build(recipe, say=lambda line: None, once=meeting.once))
         batches = training_batches(plan, built, grid, None)
         digests = []
         for _ in range(STEPS):
@@ -79,7 +79,7 @@ if __name__ == "__main__":
         streamed_splits.read_head = counted(streamed_splits.read_head, "heads")
         StreamedSamples.take = counted(StreamedSamples.take, "samples")
         met = Meeting()
-        met.settle(lambda: None)
+        met.all_or_none(lambda: None)
         processes.start_processes(store=met.store)
         kept = [batches_of(case, given, met) for case in json.loads(Path(cases).read_text())]
         (Path(out) / f"rank-{processes.rank()}.json").write_text(json.dumps(kept))

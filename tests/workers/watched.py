@@ -22,7 +22,7 @@ from launch.ranks.watchdog import Phase, Watchdog
 
 def main(directory: str, hang_after: str, what: str, rank: str) -> None:
     meeting = Meeting()
-    meeting.settle(lambda: None)
+    meeting.all_or_none(lambda: None)
     dist.init_process_group(
         "gloo", store=meeting.store, rank=processes.rank(), world_size=processes.world_size()
     )

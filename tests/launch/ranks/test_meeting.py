@@ -66,7 +66,7 @@ from launch.ranks import meeting, processes
 meeting.SETTLE_S = 1.0
 dying, how = int(sys.argv[1]), sys.argv[2]
 met = meeting.Meeting()
-met.settle(lambda: None)
+met.all_or_none(lambda: None)
 if processes.rank() == dying:
     if how == "in order":
         met.end()
@@ -125,13 +125,13 @@ met = Meeting()
 def made():
     return met.once(lambda: {"a": [1, 2.5, None]}, TypeAdapter(dict[str, list[float | None]]))
 everyone = met.to_rank_0(rank() * 11)
-found = met.settle(made), met.from_rank_0(rank() + 5), everyone, sorted(met.places)
+found = met.all_or_none(made), met.from_rank_0(rank() + 5), everyone, sorted(met.places)
 def refuse():
     if rank() == 0:
         raise ValueError("rank 0 does not want to")
     return met.once(lambda: {}, TypeAdapter(dict[str, int]))
 print(json.dumps(found), flush=True)
-met.settle(refuse)
+met.all_or_none(refuse)
 """
 
 
@@ -275,7 +275,7 @@ def test_on_one_machine_the_kernel_says_who_calls_and_who_listens(account):
 
 
 HASTY = "from launch.ranks import door\ndoor.LOOK_FOR_S = 1.0\n"
-STATED = HASTY + MEETING.replace("met.settle(refuse)", "met.end()")
+STATED = HASTY + MEETING.replace("met.all_or_none(refuse)", "met.end()")
 
 
 @pytest.mark.parametrize("others", ["same", "other", ""])
