@@ -31,7 +31,7 @@ from launch.checkpoints.manifest import (
     file_name,
     kinds_after,
 )
-from launch.checkpoints.saving import Sums, with_sums
+from launch.checkpoints.shares import Sums, with_sums
 from launch.checkpoints.sums import sums_of
 from launch.checkpoints.tensor_file import TensorEntry
 from launch.machine import description
