@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import TypeAdapter
 
 from ds_configs.plan import HOST, Device
-from launch.ranks import interfaces, launch_environment
+from launch.ranks import interfaces
+from launch.ranks.interfaces import LOOPBACK
 from recipes.problems import Problem, ProblemsError
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ VARIABLES = {
     "LOCAL_SIZE": (1, 10**6),
     "MASTER_PORT": (1, 65535),
 }
+# beginnings of the variables that tell a process its place, or were left by what started it
+OF_LAUNCHERS = (*VARIABLES, "SLURM_", "OMPI_", "MV2_", "PMI")
 # as in the Makefile
 DEVICE_FILES = ("nvidiactl", "kfd", "dxg", "dri", "accel", "davinci*")
 # that ranks wait for each other: at the start, in a collective
@@ -78,16 +81,14 @@ def several(rule: str) -> Iterator[Problem]:
 
 def several_machines() -> bool:
     """Check whether the ranks of this launch are on several machines, as far as the launcher says."""
-    near = interfaces.is_loopback(os.environ.get("MASTER_ADDR", "localhost"))
-    return local_world_size() < world_size() and not near
+    if local_world_size() >= world_size():
+        return False
+    return not interfaces.is_loopback(os.environ.get("MASTER_ADDR", "localhost"))
 
 
 def one_machine() -> bool:
     """Check whether all ranks of this launch are on this machine."""
-    near = os.environ.get("MASTER_ADDR", "localhost") in (
-        "localhost",
-        launch_environment.LOOPBACK,
-    )
+    near = os.environ.get("MASTER_ADDR", "localhost") in ("localhost", LOOPBACK)
     return near or local_world_size() == world_size()
 
 
@@ -106,6 +107,10 @@ def check_launch(start: bool) -> None:
     needs all variables; a plan needs none. Raises ProblemsError for bad or missing variables, or a taken
     port.
     """
+    if not any(name.startswith(OF_LAUNCHERS) for name in os.environ):
+        return  # a plain `python`
+    from launch.ranks import launch_environment
+
     os.environ.update(
         launch_environment.missing_variables(os.environ, at_terminal=os.isatty(0))
     )
@@ -267,10 +272,12 @@ def start_processes(
 
     if "RANK" not in os.environ:
         place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-        port = str(launch_environment.DEFAULT_PORT)  # at which nobody listens
-        os.environ.update(
-            place, MASTER_ADDR=launch_environment.LOOPBACK, MASTER_PORT=port
-        )
+        port = str(interfaces.DEFAULT_PORT)  # at which nobody listens
+        os.environ.update(place, MASTER_ADDR=LOOPBACK, MASTER_PORT=port)
+    if world_size() == 1:
+        # it is reached by nobody, whatever interfaces a shell names for launches
+        for name in (interfaces.GLOO, interfaces.NCCL):
+            os.environ.pop(name, None)
         interfaces.stay_on_loopback()
 
     import deepspeed
@@ -363,6 +370,8 @@ def check_device() -> int:
     local = local_rank()
     if limit is None or local < limit:
         return local
+    from launch.ranks import launch_environment
+
     visible = _accelerator().visible_devices_envs()
     if limit == 1 and launch_environment.sees_own_device(os.environ, visible):
         return 0

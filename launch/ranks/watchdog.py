@@ -23,16 +23,19 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from pydantic import TypeAdapter
 
 from launch.console import terminal
-from launch.ranks.launch_environment import COLLECTIVES, HANG_REPORT
+from launch.ranks.ending import HANG_REPORT
 from launch.ranks.meeting import Meeting
 from launch.ranks.processes import rank, world_size
 from recipes.problems import some
+
+if TYPE_CHECKING:
+    from launch.ranks.ranks_meeting import RanksMeeting
 
 HANGING = 4  # exit code
 STACKS = "hang-rank-{}.txt"
@@ -47,6 +50,14 @@ SILENCE = "does not answer: its process is stopped, or its machine or network is
 COMPILING = ("torch/_dynamo/convert_frame.py", "torch/_inductor/graph.py")
 SHOWN_FRAMES = 8  # the innermost of a rank's stack, in the report; STACKS have all
 SHOWN_RANKS = 8  # names in a row
+COLLECTIVES = "hang-collectives-rank-"  # in the run directory, with the rank behind it
+# torch's Flight Recorder keeps NCCL's last collectives, and writes them where one times out. By their newer
+# names (torch 2.11 and 2.13 read both), with the older ones, which stand for the user's wish.
+FLIGHT_RECORDER = {
+    "TORCH_FR_BUFFER_SIZE": "TORCH_NCCL_TRACE_BUFFER_SIZE",
+    "TORCH_FR_DUMP_TEMP_FILE": "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "TORCH_NCCL_DUMP_ON_TIMEOUT",
+}
 
 
 class Phase(enum.Enum):
@@ -104,7 +115,8 @@ class Watchdog:
         self._hang_after = hang_after
         self._patience = min(ANSWER_S, hang_after / 4)  # seconds for an answer
         self._tick = min(5.0, hang_after / 10)  # seconds between looks
-        self._meeting = meeting or Meeting()
+        # it is asked for ranks only where it knows of places
+        self._meeting = cast("RanksMeeting", meeting or Meeting())
         self._rank = rank()
         self._step = 0
         self._passes = 0
@@ -316,6 +328,18 @@ class Watchdog:
         stacks = f"All threads' stacks are in {self._directory}: {HANG_REPORT} and {STACKS.format('N')}"
         stacks += f"; the last collectives in {COLLECTIVES}N"
         return f"{stacks}. Nothing was saved: --resume continues from the newest complete checkpoint"
+
+
+def flight_recorder(environ: Mapping[str, str], directory: Path) -> dict[str, str]:
+    """Return variables that switch torch's Flight Recorder on, without those that the user has set."""
+    values = zip(
+        FLIGHT_RECORDER.items(),
+        ("2000", str(directory.absolute() / COLLECTIVES), "1"),
+        strict=True,
+    )
+    return {
+        name: value for (name, older), value in values if not {name, older} & {*environ}
+    }
 
 
 def compiles() -> bool:

@@ -18,7 +18,7 @@ from ds_configs.plan import Machine
 from launch.checkpoints.run_checkpoints import CheckpointChoice, first_whole
 from launch.console import arguments, terminal
 from launch.machine import checks, description
-from launch.ranks import ending, joining, launch_environment, processes
+from launch.ranks import ending, joining, processes
 from launch.ranks.meeting import Meeting
 from launch.records.facts import Ending, Entropies, SilentRecorder
 from launch.training.early_ends import Diverged, EarlyEnd, stacks_at_quit
@@ -121,7 +121,6 @@ def launch(args: argparse.Namespace, check: Callable[[], Job]) -> None:
         show_plan(job, plan_checks.of_machines(job, meeting))
         meeting.end()
         return
-    os.environ.update(launch_environment.flight_recorder(os.environ, job.directory))
     with joining.joined(
         meeting,
         job.plan.layout.tp,
@@ -152,8 +151,10 @@ def admit_run(job: Job, meeting: Meeting) -> RunDirectory | None:
     """Open the run directory on rank 0, and check that every rank sees it. Collective."""
     directory = meeting.all_or_none(lambda: open_run_directory(job))
     if processes.world_size() > 1:
+        from launch.ranks.watchdog import flight_recorder
         from launch.records import shared_directory
 
+        os.environ.update(flight_recorder(os.environ, job.directory))
         shared_directory.check_all(meeting, job.directory)
     return directory
 

@@ -22,6 +22,7 @@ from launch.checkpoints import tensor_file
 from launch.experiments.parity.groups import temporary_groups
 from launch.ranks import ending, processes
 from launch.ranks.meeting import Meeting
+from launch.ranks.ranks_meeting import RanksMeeting
 from launch.records.facts import SilentRecorder
 from launch.training import agreement
 from launch.training.job import Job
@@ -86,7 +87,7 @@ def calls_of_steps(case: dict, settings: list[str], meeting: Meeting, out: Path)
 if __name__ == "__main__":
     out, *given = sys.argv[1:]
     with ending.clean_exit():
-        met = Meeting()
+        met = RanksMeeting()
         met.all_or_none(lambda: None)
         processes.start_processes(store=met.store)
         found = []

@@ -21,6 +21,7 @@ from ds_configs.resolver import resolve
 from launch.experiments.parity.groups import temporary_groups
 from launch.ranks import ending, processes
 from launch.ranks.meeting import Meeting
+from launch.ranks.ranks_meeting import RanksMeeting
 from launch.training.early_ends import BrokenData
 from launch.training.micro_batches import next_step, training_batches
 from modeling.parallel.process_grid import ProcessGrid
@@ -78,7 +79,7 @@ if __name__ == "__main__":
     with ending.clean_exit():
         streamed_splits.read_head = counted(streamed_splits.read_head, "heads")
         StreamedSamples.take = counted(StreamedSamples.take, "samples")
-        met = Meeting()
+        met = RanksMeeting()
         met.all_or_none(lambda: None)
         processes.start_processes(store=met.store)
         kept = [batches_of(case, given, met) for case in json.loads(Path(cases).read_text())]

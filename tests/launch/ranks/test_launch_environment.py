@@ -12,13 +12,13 @@ from launch.ranks import ending, joining, processes
 from launch.ranks.launch_environment import (
     carried,
     first_host,
-    flight_recorder,
     forgotten_srun,
     missing_variables,
     sees_own_device,
     tasks_per_node,
 )
 from launch.ranks.meeting import Meeting
+from launch.ranks.watchdog import flight_recorder
 from recipes.problems import Problem, ProblemsError
 
 OPEN_MPI = {
@@ -102,7 +102,7 @@ def test_a_batch_script_is_one_process_whatever_its_job_has(step):
     environ = BATCH if step is None else {**BATCH, "SLURM_STEP_ID": step}
     assert missing_variables(environ) == {}
     assert "`srun python …` starts one for each" in forgotten_srun(environ)
-    assert forgotten_srun({**BATCH, "SLURM_NTASKS": "1"}) is None and forgotten_srun({}) is None
+    assert forgotten_srun({**BATCH, "SLURM_NTASKS": "1"}) is None
 
 
 def test_a_command_typed_into_a_shell_of_srun_is_one_process():
@@ -224,6 +224,7 @@ def test_tensor_parallelism_orders_what_a_gpu_starts(monkeypatch, tp, before, af
     monkeypatch.setenv(name, before or "")
     if before is None:
         monkeypatch.delenv(name)
+    monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(joining, "own_place", lambda: seen.append(os.environ.get(name)))
     monkeypatch.setattr(processes, "start_processes", lambda store: None)
     monkeypatch.setattr(ending, "clean_exit", contextlib.nullcontext)

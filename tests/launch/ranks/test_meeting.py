@@ -13,7 +13,7 @@ from launching import WORKERS, environment, run_ranks
 from data.durable_files import left_by_a_crash
 from launch.ranks import connection
 from launch.ranks.connection import Message
-from launch.ranks.meeting import sentences
+from launch.ranks.ranks_meeting import sentences
 
 TINY = ["--tiny", "--steps", "2", "--ds_config", "zero1"]
 
@@ -62,10 +62,10 @@ def test_a_machine_whose_cache_all_may_write_ends_the_ranks_of_all(tmp_path):
 
 DYING = """
 import os, sys, time
-from launch.ranks import meeting, processes
-meeting.SETTLE_S = 1.0
+from launch.ranks import processes, ranks_meeting
+ranks_meeting.SETTLE_S = 1.0
 dying, how = int(sys.argv[1]), sys.argv[2]
-met = meeting.Meeting()
+met = ranks_meeting.RanksMeeting()
 met.all_or_none(lambda: None)
 if processes.rank() == dying:
     if how == "in order":
@@ -119,9 +119,9 @@ def test_a_death_ends_all_and_is_told_once(dying, how):
 MEETING = """
 import json, sys
 from pydantic import TypeAdapter
-from launch.ranks.meeting import Meeting
+from launch.ranks.ranks_meeting import RanksMeeting
 from launch.ranks.processes import rank
-met = Meeting()
+met = RanksMeeting()
 def made():
     return met.once(lambda: {"a": [1, 2.5, None]}, TypeAdapter(dict[str, list[float | None]]))
 everyone = met.to_rank_0(rank() * 11)

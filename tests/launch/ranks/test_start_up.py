@@ -71,6 +71,7 @@ def test_the_launch_is_that_of_the_launcher(monkeypatch, commands, first):
 
 
 def test_the_parts_of_a_start_are_all_of_its_time(monkeypatch):
+    monkeypatch.setenv("CROSS_RANK", "0")
     monkeypatch.setattr(joining, "first_launcher", lambda: os.getppid())
     started = {os.getpid(): 100.0, os.getppid(): 97.0}
     monkeypatch.setattr(joining, "started", started.get)

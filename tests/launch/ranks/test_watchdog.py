@@ -8,7 +8,7 @@ import torch
 from launching import WORKERS, run_ranks
 
 from launch.ranks import ending
-from launch.ranks.meeting import Meeting, RankPlace
+from launch.ranks.ranks_meeting import RankPlace, RanksMeeting
 from launch.ranks.watchdog import HANGING, LONG, STATUS, USUAL_STEPS, Phase, Status, Watchdog
 
 
@@ -58,7 +58,7 @@ def test_a_silent_rank_is_named_when_the_step_is_overdue(stopped, monkeypatch, c
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setenv("RANK", "1" if stopped == 0 else "0")
     monkeypatch.setattr("launch.ranks.watchdog.time.monotonic", lambda: now[0])
-    meeting = Meeting()
+    meeting = RanksMeeting()
     meeting.places = {rank: RankPlace(rank, "here", 7) for rank in range(3)}
     watchdog = Watchdog(None, 20, meeting)
     ended = Mock(wait=lambda seconds: now.__setitem__(0, now[0] + seconds), is_set=lambda: False)
