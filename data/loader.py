@@ -349,12 +349,12 @@ def validation_batches(
     steps = -(-len(samples) // layout.global_batch)
     real_weight = steps * accumulation * dp / len(samples)
 
-    def batch(part: np.ndarray) -> MicroBatch:
-        weights = np.where(part < len(samples), real_weight, 0.0)
-        return micro_batch(samples.take(np.minimum(part, len(samples) - 1)), weights)
-
     found = []
     for step in range(steps):
-        of_step = step * layout.global_batch + rows
-        found.append([batch(part) for part in of_step])
+        batches = []
+        for part in step * layout.global_batch + rows:
+            weights = np.where(part < len(samples), real_weight, 0.0)
+            fields = samples.take(np.minimum(part, len(samples) - 1))
+            batches.append(micro_batch(fields, weights))
+        found.append(batches)
     return found

@@ -148,13 +148,16 @@ def refuse(checks: Sequence[Check]) -> None:
         )
 
 
+def of_gpus() -> dict[str, Function]:
+    """Return the checks of a start on GPUs by their keys."""
+    here = processes.local_world_size()
+    return {"GPU kernels": kernels, "shared memory": partial(shared_memory, here)}
+
+
 def quick(recipe: Recipe, directory: Path) -> dict[str, Function]:
-    """Return the checks of every start by their keys; `directory`: of the run."""
-    chosen: dict[str, Function] = {
-        "GPU kernels": kernels,
-        "variables": variables,
-        "shared memory": partial(shared_memory, processes.local_world_size()),
-    }
+    """Return the checks of this start by their keys; `directory`: of the run."""
+    chosen = of_gpus() if processes.device().own_memory else {}
+    chosen["variables"] = variables
     if processes.rank() == 0:
         chosen["packages"] = partial(packages, recipe)
         chosen["disk"] = partial(space, directory, *checkpoint_bytes(recipe))

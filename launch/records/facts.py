@@ -18,6 +18,7 @@ from recipes.schema import Recipe
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 # figures next to a loss, by their keys (`recipes.families.LossFigure`)
 Parts = dict[str, Finite | None]
+OURS = "megarecipes"  # as model.implementation names it
 # status of a run that is trained and saved, but not recorded as a whole
 RECORDS_LOST = "records lost"
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TextIO, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar, cast
 
 from tensorboard.summary.writer.event_file_writer import _AsyncWriterThread
 from torch.utils.tensorboard import SummaryWriter
@@ -36,10 +36,12 @@ from launch.records.facts import (
 )
 from launch.records.metrics import ValidationRecord, finite_parts
 from launch.records.plan_text import Surroundings, describe_plan
-from launch.records.result import Result, make_result, rates, write_result
-from launch.records.result_text import result_text
+from launch.records.rates import rates
 from recipes.families import LossFigure
 from recipes.problems import counted, system_error, system_problem
+
+if TYPE_CHECKING:
+    from launch.records.result import Result
 
 RANK_TIMES = (
     "rank_seconds_min",
@@ -263,6 +265,8 @@ class Recorder(SilentRecorder):
     ) -> None:
         if self._stream is None:
             return
+        from launch.records.result_text import result_text
+
         width = terminal.columns(self._stream)
         text = [f"\n{result_text(result, width)}"] if result else []
         if ending.sample:
@@ -346,6 +350,9 @@ class Recorder(SilentRecorder):
     def _write_result(self, ending: Ending, records: metrics.Records) -> Result | None:
         """Write result.json; return the result, or None where none can be made."""
         result = None
+        # with deviations, which only the end needs
+        from launch.records.result import make_result, write_result
+
         with self.keeping(self.directory.result_json):
             result = make_result(self._run, records, ending)
             write_result(self.directory.result_json, result)

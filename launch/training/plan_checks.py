@@ -34,6 +34,7 @@ def of_machine(job: Job) -> list[Check]:
             "compiler": drivers.compiler,
             "fused kernels": drivers.fused_kernels,
             "CUDA compiler": drivers.cuda_compiler,
+            **checks.of_gpus(),
             **checks.quick(job.plan.recipe, job.directory),
             "versions": lambda: ok(", ".join(f"{name} {of}" for name, of in versions)),
             "tensor parallelism": partial(tensor_ranks, job.plan),
