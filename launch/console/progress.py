@@ -43,7 +43,7 @@ class Bar(Silent):
     """A screen of two lines on a terminal, redrawn: the numbers of the step above the progress."""
 
     def __init__(
-        self, stream: TextIO, start_step: int, total_steps: int, samples: Samples = int
+        self, stream: TextIO, start_step: int, total_steps: int, samples: Samples
     ) -> None:
         self._numbers = tqdm(
             file=stream, bar_format="{desc}", dynamic_ncols=True, position=0
@@ -88,7 +88,7 @@ class Lines(Silent):
     """A screen of whole lines without carriage returns, for a log file."""
 
     def __init__(
-        self, stream: TextIO, start_step: int, total_steps: int, samples: Samples = int
+        self, stream: TextIO, start_step: int, total_steps: int, samples: Samples
     ) -> None:
         self._stream = stream
         self._start_step = start_step

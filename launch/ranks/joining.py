@@ -44,7 +44,7 @@ def meet(check: Callable[[], None] = lambda: None, out: str | None = None) -> Me
     """
     terminal.quiet_libraries()
     try:
-        processes.check_launch(start=True)
+        processes.check_launch()
         check()
     except ValueError as e:
         ending.refuse(e)
@@ -63,8 +63,7 @@ def meet(check: Callable[[], None] = lambda: None, out: str | None = None) -> Me
         meeting = RanksMeeting(_existing(out))
         take_environment(meeting)
     # each machine has a cache of its own: one that refuses ends the ranks of all
-    meeting.all_or_none(check_cache_is_own)
-    keep_compiled_code()
+    meeting.all_or_none(keep_compiled_code)
     return meeting
 
 
@@ -185,25 +184,19 @@ def compiling_seconds() -> float:
     return sum(sum(spent.get(phase, ())) for phase in phases)
 
 
-def check_cache_is_own() -> None:
-    """Check that no other account writes what this one runs and reads from there. Raises ProblemsError."""
+def keep_compiled_code() -> None:
+    """Let torch.compile keep its code in the project's cache, not in a temporary directory.
+
+    Call it before torch imports its compiler, which then chooses a directory. Raises ProblemsError: other
+    accounts could write there what this one runs.
+    """
     cache = durable_files.cache_directory()
     if cache.is_dir() and cache.stat().st_mode & stat.S_IWOTH:
         rule = "a run executes compiled code from there, and every account may write it"
         fix = f"chmod o-w {cache}, or set MEGARECIPES_CACHE to another directory"
         came = f"cache directory {cache}"
         raise ProblemsError.of("MEGARECIPES_CACHE", came, rule, fix)
-
-
-def keep_compiled_code() -> None:
-    """Let torch.compile keep its code in the project's cache, not in a temporary directory.
-
-    Call it before torch imports its compiler, which then chooses a directory.
-    """
-    os.environ.setdefault(
-        "TORCHINDUCTOR_CACHE_DIR",
-        str(durable_files.cache_directory() / "compiled_code"),
-    )
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "compiled_code"))
 
 
 def postpone_collections() -> None:

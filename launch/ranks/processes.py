@@ -100,12 +100,11 @@ def _variable(name: str, default: int) -> int:
     return default
 
 
-def check_launch(start: bool) -> None:
+def check_launch() -> None:
     """Check the launcher's variables of this process's place, and the port where all ranks meet.
 
-    Variables of Slurm and MPIs are translated to torchrun's first. `start`: a run is to be started, which
-    needs all variables; a plan needs none. Raises ProblemsError for bad or missing variables, or a taken
-    port.
+    Variables of Slurm and MPIs are translated to torchrun's first. Raises ProblemsError for bad or missing
+    variables, or a taken port.
     """
     if not any(name.startswith(OF_LAUNCHERS) for name in os.environ):
         return  # a plain `python`
@@ -130,7 +129,7 @@ def check_launch(start: bool) -> None:
     needed = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in needed if name not in os.environ]
     launched = "RANK" in os.environ or world_size() > 1
-    if start and launched and missing and not problems:
+    if launched and missing and not problems:
         there = ", ".join(name for name in needed if name not in missing)
         came = f"{there} without {', '.join(missing)}"
         fix = UNSET
@@ -139,7 +138,7 @@ def check_launch(start: bool) -> None:
         problems.append(Problem(missing[0], came, "a launcher sets all of them", fix))
     if problems:
         raise ProblemsError(problems)
-    if start and launched:
+    if launched:
         check_port(os.environ["MASTER_PORT"])
 
 

@@ -105,11 +105,11 @@ class Watchdog:
     """
 
     def __init__(
-        self, directory: Path | None, hang_after: float, meeting: Meeting | None = None
+        self, directory: Path, hang_after: float, meeting: Meeting | None = None
     ) -> None:
         """Take `hang_after` in seconds (run.hang_after); 0: nothing is watched.
 
-        `directory`: of the run; None: nothing is kept. `meeting`: of all ranks; None: of one.
+        `directory`: of the run. `meeting`: of all ranks; None: of one.
         """
         self._directory = directory
         self._hang_after = hang_after
@@ -246,16 +246,13 @@ class Watchdog:
 
     def _report(self, text: str) -> None:
         """Keep and print the report of a hang: rank 0's, or that of the first rank that finds it silent."""
-        if self._directory is not None:
-            try:
-                with open(self._directory / HANG_REPORT, "x") as file:
-                    file.write(f"{text}\n")
-            except FileExistsError:
-                return
-            except OSError:  # it is printed all the same
-                pass
-        elif self._rank > 1:
+        try:
+            with open(self._directory / HANG_REPORT, "x") as file:
+                file.write(f"{text}\n")
+        except FileExistsError:
             return
+        except OSError:  # it is printed all the same
+            pass
         terminal.say(f"\n{text}\n", sys.stderr)
         sys.stderr.flush()
 
@@ -266,8 +263,6 @@ class Watchdog:
 
     def _keep_stacks(self) -> None:
         """Write all threads' stacks, and this rank's last collectives, into the run directory."""
-        if self._directory is None:
-            return
         with (
             contextlib.suppress(OSError),
             open(self._directory / STACKS.format(self._rank), "w") as file,
@@ -280,8 +275,6 @@ class Watchdog:
 
     def _await_stacks(self, ranks: Collection[int]) -> None:
         """Wait until these ranks have begun their files: a launcher ends them after this one."""
-        if self._directory is None:
-            return
         files = [self._directory / STACKS.format(rank) for rank in ranks]
         until = time.monotonic() + KEEP_S
         while time.monotonic() < until and not all(file.exists() for file in files):
@@ -298,11 +291,7 @@ class Watchdog:
             if self._usual
             else ""
         )
-        # without one, ranks run ahead
-        where = "" if self._directory is None else f" in step {own.step}"
-        first = (
-            f"the run hangs{where} and is ended: {own.seconds:.0f} s without progress"
-        )
+        first = f"the run hangs in step {own.step} and is ended: {own.seconds:.0f} s without progress"
         lines = [f"{first} (run.hang_after={self._hang_after:g}{usual})"]
         places = self._meeting.places
         lines += [f"  {places[other]} {SILENCE}" for other in sorted(silent)]
@@ -323,8 +312,6 @@ class Watchdog:
         return lines
 
     def _advice(self) -> str:
-        if self._directory is None:
-            return "Nothing was kept: the same command begins anew"
         stacks = f"All threads' stacks are in {self._directory}: {HANG_REPORT} and {STACKS.format('N')}"
         stacks += f"; the last collectives in {COLLECTIVES}N"
         return f"{stacks}. Nothing was saved: --resume continues from the newest complete checkpoint"

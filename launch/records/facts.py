@@ -87,7 +87,7 @@ class Validation:
 
 @dataclass(frozen=True)
 class SaveOutcome:
-    """A checkpoint after `step` optimizer steps, or a failed one."""
+    """A checkpoint after `step` optimizer steps, or a failed one, as a line of metrics.jsonl holds it."""
 
     step: int
     bytes: int  # of all ranks' files
@@ -95,6 +95,8 @@ class SaveOutcome:
     seconds: Finite  # from the beginning until the checkpoint has its final name
     background: bool  # training went on while rank 0 wrote
     problem: str | None = None  # None: the checkpoint is complete
+    time: float = 0.0
+    kind: Literal["save"] = "save"
 
 
 @dataclass(frozen=True)

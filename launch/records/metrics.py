@@ -78,14 +78,6 @@ class Note:
 
 
 @dataclass(frozen=True)
-class SaveRecord(SaveOutcome):
-    """The record of a checkpoint, or of a failed one."""
-
-    time: float = 0.0
-    kind: Literal["save"] = "save"
-
-
-@dataclass(frozen=True)
 class SpeedSettings:
     """The settings that decide the speed of a launch: times under other settings are not mixed."""
 
@@ -179,7 +171,7 @@ Record = (
     | StartRecord
     | StepRecord
     | ValidationRecord
-    | SaveRecord
+    | SaveOutcome
     | Note
 )
 # kinds of records that a branch takes along
@@ -192,7 +184,7 @@ _KINDS: dict[str, tuple[TypeAdapter[Any], str]] = {
     "step": (TypeAdapter(StepRecord), "steps"),
     "validation": (TypeAdapter(ValidationRecord), "validations"),
     "test": (TypeAdapter(ValidationRecord), "tests"),
-    "save": (TypeAdapter(SaveRecord), "saves"),
+    "save": (TypeAdapter(SaveOutcome), "saves"),
     "note": (TypeAdapter(Note), "notes"),
 }
 
@@ -204,7 +196,7 @@ class Records:
     steps: tuple[StepRecord, ...] = ()
     validations: tuple[ValidationRecord, ...] = ()
     tests: tuple[ValidationRecord, ...] = ()
-    saves: tuple[SaveRecord, ...] = ()
+    saves: tuple[SaveOutcome, ...] = ()
     notes: tuple[Note, ...] = ()
     broken: bool = False
     launches: tuple[LaunchRecord, ...] = ()

@@ -98,9 +98,11 @@ class Recorder(SilentRecorder):
         self._show_plan()
         problems: list[str] = []
         self._begins_after = run.plan.recipe.begins_after
-        self._missing = metrics.truncate(
-            directory.metrics_jsonl, start_step, problems, self._begins_after
-        )
+        self._missing: list[int] = []
+        if start_step or directory.metrics_jsonl.exists():
+            self._missing = metrics.truncate(
+                directory.metrics_jsonl, start_step, problems, self._begins_after
+            )
         if self._missing:
             problems.append(_lacking(directory.metrics_jsonl, self._missing))
         # Unbuffered: after a full disk, Python would write the rest of its buffer again at the end.
@@ -214,7 +216,7 @@ class Recorder(SilentRecorder):
     @_guarded
     def save(self, saved: SaveOutcome) -> None:
         self._follow()
-        self._write(metrics.SaveRecord(**vars(saved), time=time.time()))
+        self._write(replace(saved, time=time.time()))
         per_second = saved.bytes / saved.seconds
         for name, value in (
             ("blocking_seconds", saved.blocking_seconds),
