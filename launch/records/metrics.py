@@ -20,6 +20,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 
 from data.durable_files import write_atomically
+from ds_configs.plan import Plan
 from launch.records.facts import (
     Finite,
     Parts,
@@ -28,6 +29,7 @@ from launch.records.facts import (
     StepRecord,
     finite,
 )
+from modeling import cost
 from recipes import files
 from recipes.families import MASKED_FIGURES, TASK_FIGURES, LossFigure, parts_of
 from recipes.layout import Layout
@@ -252,6 +254,25 @@ def curve(
     """Return (step, value) of the records with a finite figure."""
     found = ((record.step, figure.of(record)) for record in records)
     return [(step, value) for step, value in found if value is not None]
+
+
+def rates(plan: Plan, seconds: float, samples: int | None = None) -> dict[str, Any]:
+    """Return samples/s and tokens/s over all ranks, and TFLOPS per rank, of a step of so many seconds.
+
+    `samples`: those of the step; None: the batch's.
+    """
+    recipe = plan.recipe
+    samples = samples or plan.layout.global_batch
+    published, exact = cost.tflops(
+        recipe, plan.padded_vocab, samples, seconds, plan.layout.world
+    )
+    tokens = samples * recipe.model.sequences * recipe.sequence_length
+    return dict(
+        samples_per_s=samples / seconds,
+        tokens_per_s=tokens / seconds,
+        tflops=published,
+        exact_tflops=exact,
+    )
 
 
 def finite_parts(parts: Mapping[str, float]) -> Parts:

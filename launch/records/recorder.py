@@ -34,9 +34,8 @@ from launch.records.facts import (
     StepRecord,
     finite,
 )
-from launch.records.metrics import ValidationRecord, finite_parts
+from launch.records.metrics import ValidationRecord, finite_parts, rates
 from launch.records.plan_text import Surroundings, describe_plan
-from launch.records.rates import rates
 from recipes.families import LossFigure
 from recipes.problems import counted, system_error, system_problem
 

@@ -37,8 +37,7 @@ from launch.records.facts import (
     StepRecord,
     TaskScore,
 )
-from launch.records.metrics import Records
-from launch.records.rates import rates
+from launch.records.metrics import Records, rates
 from modeling import cost
 from recipes import files
 from recipes.families import MINIMISED, LossFigure

@@ -131,6 +131,18 @@ def test_ranks_of_mpi_find_their_place():
     assert missing_variables(cray) == missing_variables(HYDRA)
 
 
+def test_a_start_looks_for_its_place_where_any_launcher_has_left_a_variable(monkeypatch):
+    mvapich = {name.replace("OMPI", "MV2"): value for name, value in OPEN_MPI.items()}
+    for environ, size in (({}, None), (OPEN_MPI, "4"), (mvapich, "4"), (HYDRA, "4"), (of_srun(), "8")):
+        monkeypatch.setattr(os, "environ", {**environ})
+        processes.check_launch()
+        assert os.environ.get("WORLD_SIZE") == size
+    for environ in {"PMIX_RANK": "1"}, {"WORLD_SIZE": "2"}, {"MASTER_PORT": "x"}, {"LOCAL_RANK": "-1"}:
+        monkeypatch.setattr(os, "environ", {**environ})
+        with pytest.raises(ProblemsError, match=next(iter(environ))):
+            processes.check_launch()
+
+
 def test_mpi_over_machines_takes_the_address_of_rank_0():
     environ = {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
     assert missing_variables({**environ, "MASTER_ADDR": "a"})["MASTER_PORT"] == "29500"

@@ -19,8 +19,7 @@ from launch.machine import memory
 from launch.ranks.joining import StartClock
 from launch.records.facts import RECORDS_LOST, Ending, Peaks, SaveOutcome, Validation
 from launch.records.loss_plot import plot_loss
-from launch.records.metrics import START_PARTS, Records, read_metrics
-from launch.records.rates import rates
+from launch.records.metrics import START_PARTS, Records, rates, read_metrics
 from launch.records.result import read_result
 from launch.training.engine import read_outcome
 from modeling import cost
