@@ -72,6 +72,7 @@ def test_a_silent_rank_is_named_when_the_step_is_overdue(stopped, tmp_path, monk
     monkeypatch.setattr(watchdog, "_ended", ended)
     monkeypatch.setattr(meeting, "ask", ask)
     monkeypatch.setattr(meeting, "tell_hanging", lambda ranks: None)
+    monkeypatch.setattr(watchdog, "_await_stacks", lambda ranks: None)  # the clock stands still
     monkeypatch.setattr("os._exit", Mock(side_effect=KeyboardInterrupt))
     watchdog._usual.append(1.0)
     watchdog.enter(Phase.COMPUTING, 5)
