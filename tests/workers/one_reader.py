@@ -79,7 +79,7 @@ if __name__ == "__main__":
     with ending.clean_exit():
         streamed_splits.read_head = counted(streamed_splits.read_head, "heads")
         StreamedSamples.take = counted(StreamedSamples.take, "samples")
-        met = RanksMeeting()
+        met = RanksMeeting() if processes.world_size() > 1 else Meeting()
         met.all_or_none(lambda: None)
         processes.start_processes(store=met.store)
         kept = [batches_of(case, given, met) for case in json.loads(Path(cases).read_text())]
