@@ -131,7 +131,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main() -> None:
     args = build_parser().parse_args()
     meeting = joining.meet(lambda: check_flags(args))
-    job = meeting.settle(lambda: checked_job(args))
+    job = meeting.all_or_none(lambda: checked_job(args))
     from launch.evaluation.writing import run
 
     try:

@@ -127,10 +127,10 @@ def names(text: str) -> tuple[str, ...]:
 def main() -> None:
     args = build_parser().parse_args()
     meeting = joining.meet(check_alone)
-    job = meeting.settle(lambda: checked(args))
+    job = meeting.all_or_none(lambda: checked(args))
     from launch.evaluation import scoring
 
-    tasks = meeting.settle(lambda: scoring.load(job))
+    tasks = meeting.all_or_none(lambda: scoring.load(job))
     try:
         with ending.explain_out_of_memory(LESS_MEMORY):
             scoring.run(job, tasks)

@@ -17,7 +17,7 @@ from launching import WORKERS, run
 from launch.checkpoints import manifest
 from launch.checkpoints.geometry import Cut, share
 from launch.checkpoints.manifest import ListedTensor, Manifest, Progress, Series, StoredFile, file_name
-from launch.checkpoints.saving import Part
+from launch.checkpoints.shares import Part
 from launch.ranks import processes
 from recipes import catalog
 

@@ -224,6 +224,13 @@ CHOSEN = (
     *("launch.deepspeed_fixes.cpu_adam_bias_correction", "launch.records.shared_directory"),
     *(f"launch.training.{file}" for file in ("compiling", "padded_batches", "profiling")),
     "launch.training.transformers_trainer",
+    # several ranks; a save or a resume; the end
+    *(f"launch.ranks.{file}" for file in ("connection", "door", "launch_environment", "ranks_meeting")),
+    *(
+        f"launch.checkpoints.{file}"
+        for file in ("geometry", "manifest", "shares", "stored", "sums", "tensor_file")
+    ),
+    *(f"launch.records.{file}" for file in ("deviations", "result", "result_text")),
 )
 
 

@@ -10,12 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.checkpoints import inspection, reading, run_checkpoints
-from launch.checkpoints.run_checkpoints import (
-    Checkpoint,
-    CheckpointChoice,
-    DamagedCheckpoint,
-)
-from launch.ranks.processes import from_rank_0
+from launch.checkpoints.run_checkpoints import CheckpointChoice, DamagedCheckpoint
 from launch.records.recorded_run import RecordedRun
 from modeling.parallel.process_grid import ProcessGrid
 from recipes import files
@@ -191,7 +186,7 @@ def choose(recipe: Recipe, grid: ProcessGrid, corpus: str) -> CheckpointChoice:
         Path(branch.run) / "checkpoints", branch.step
     )
     own = run_checkpoints.read(directory) if grid.rank == 0 else None
-    found = from_rank_0(own, grid.control_group, Checkpoint | DamagedCheckpoint | None)
+    found = reading.of_rank_0(own, grid.control_group)
     assert found is not None
     why = (
         found.why

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,15 +26,14 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from launch.checkpoints.geometry import share
-from launch.checkpoints.manifest import MOMENTS, WEIGHT, Kind, Progress, ScalerState
-from launch.checkpoints.stored import TensorPlacement
+from launch.checkpoints.names import MOMENTS, WEIGHT, Kind
 from launch.deepspeed_fixes.short_steps import Fragment, fragments_of
 from modeling.cost.parameter_count import is_hidden_matrix
 from modeling.initialization import canonical_name, shard_of
 from modeling.parallel.process_grid import ProcessGrid
 
 if TYPE_CHECKING:
+    from launch.checkpoints.manifest import Progress, ScalerState
     from launch.deepspeed_fixes.zero0 import MasterWeights
 
 ROUNDED = "rounded"  # the kind of low-precision weights
@@ -98,8 +97,25 @@ class EngineState:
 
             if isinstance(self.zero, MasterWeights):
                 self._master_weights = self.zero
-        self.partitions = tuple(self._partitions())
         self._open_partition: Partition | None = None
+
+    @cached_property
+    def partitions(self) -> tuple[Partition, ...]:
+        """All partitions of this rank."""
+        zero = self.zero
+        if isinstance(zero, DeepSpeedZeroOptimizer_Stage3):
+            numbers = range(len(zero.fp16_groups))
+            return tuple(self._sub_group(zero, number) for number in numbers)
+        if isinstance(zero, DeepSpeedZeroOptimizer):
+            masters = zero.single_partition_of_fp32_groups
+            return tuple(map(_flat_group, zero.bit16_groups, masters))
+        if isinstance(zero, BF16_Optimizer):
+            masters = zero.fp32_groups_flat_partition
+            return tuple(map(_flat_group, zero.bf16_groups, masters))
+        if self._master_weights is not None:
+            return tuple(_whole(*pair) for pair in self._master_weights.pairs)
+        every = (each for group in zero.param_groups for each in group["params"])
+        return tuple(_whole(parameter, parameter) for parameter in every)
 
     @property
     def adam(self) -> torch.optim.Optimizer:
@@ -121,6 +137,8 @@ class EngineState:
 
     def progress(self) -> Progress:
         """Return the progress that the engine has counted."""
+        from launch.checkpoints.manifest import Progress
+
         engine = self.engine
         schedule = engine.lr_scheduler.state_dict()["completed"]
         return Progress(
@@ -194,6 +212,8 @@ class EngineState:
 
     def owned(self, partition: Partition) -> Iterator[Fragment]:
         """Yield the fragments that this rank writes: one rank writes each number."""
+        from launch.checkpoints.geometry import share
+
         for fragment in partition.fragments:
             if not self._writes(fragment.parameter):
                 continue
@@ -208,6 +228,8 @@ class EngineState:
     def held(self, partition: Partition, kinds: Iterable[Kind]) -> list[Kind]:
         """Return those of `kinds` that a partition has: Muon's matrices have one moment."""
         if partition.fragments and hasattr(self.adam, "matrices"):
+            from launch.checkpoints.stored import TensorPlacement
+
             place = TensorPlacement.of(partition.fragments[0].parameter)
             if is_hidden_matrix(place.name, len(place.shape)):
                 return [kind for kind in kinds if kind != MOMENTS[1]]
@@ -320,6 +342,8 @@ class EngineState:
 
     def scaler(self) -> ScalerState | None:
         """Return the state of a dynamic fp16 loss scaler; None without one."""
+        from launch.checkpoints.manifest import ScalerState
+
         scaler = self._dynamic_scaler()
         names = [each.name for each in fields(ScalerState)]
         return scaler and ScalerState(**{name: getattr(scaler, name) for name in names})
@@ -346,29 +370,6 @@ class EngineState:
         if getattr(parameter, "ds_pipe_replicated", False):
             return False
         return self.grid.at.tp == 0 or is_cut(parameter)
-
-    def _partitions(self) -> Iterator[Partition]:
-        zero = self.zero
-        if isinstance(zero, DeepSpeedZeroOptimizer_Stage3):
-            return (
-                self._sub_group(zero, number) for number in range(len(zero.fp16_groups))
-            )
-        if isinstance(zero, DeepSpeedZeroOptimizer):
-            return map(
-                _flat_group, zero.bit16_groups, zero.single_partition_of_fp32_groups
-            )
-        if isinstance(zero, BF16_Optimizer):
-            return map(_flat_group, zero.bf16_groups, zero.fp32_groups_flat_partition)
-        if self._master_weights is not None:
-            return (
-                _whole(parameter, master)
-                for parameter, master in self._master_weights.pairs
-            )
-        return (
-            _whole(parameter, parameter)
-            for group in zero.param_groups
-            for parameter in group["params"]
-        )
 
     def _sub_group(self, zero: DeepSpeedZeroOptimizer_Stage3, number: int) -> Partition:
         swapped = zero._swappable_optimizer_subgroup(number)

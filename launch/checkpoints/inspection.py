@@ -11,7 +11,8 @@ from typing import BinaryIO
 import torch
 
 from launch.checkpoints import manifest
-from launch.checkpoints.manifest import MOMENTS, Fault, Manifest, size_fault
+from launch.checkpoints.manifest import Fault, Manifest, size_fault
+from launch.checkpoints.names import MOMENTS, NAME
 from launch.checkpoints.stored import StoredTensors
 from launch.checkpoints.tensor_file import BUCKET, DTYPES
 from launch.records.directory import RunDirectory
@@ -31,7 +32,7 @@ def faults(directory: Path, seen: Seen = lambda number: None) -> Iterator[Fault]
     except files.FileError as error:
         for problem in error.problems:
             said = (problem.came, problem.rule)
-            yield Fault(manifest.NAME, ": ".join(str(part) for part in said if part))
+            yield Fault(NAME, ": ".join(str(part) for part in said if part))
         return
     fault = recipe_fault(directory, held)
     if fault:
@@ -71,7 +72,7 @@ def recipe_fault(directory: Path, held: Manifest) -> Fault | None:
         came = other_recipe(held, own, f" ({run.recipe_yaml})")
     except ProblemsError as error:
         came = f"cannot be compared with the run's recipe: {error.problems[0]}"
-    return Fault(manifest.NAME, came) if came else None
+    return Fault(NAME, came) if came else None
 
 
 def other_recipe(held: Manifest, recipe: Recipe, where: str = "") -> str:
@@ -94,10 +95,10 @@ def _model_faults(directory: Path, held: Manifest) -> Iterator[Fault]:
     }
     missing = tuple(name for name in expected if name not in stored)
     if missing:
-        yield Fault(manifest.NAME, "lacks tensors of the recipe's model", missing)
+        yield Fault(NAME, "lacks tensors of the recipe's model", missing)
     more = tuple(name for name in stored if name not in expected)
     if more:
-        yield Fault(manifest.NAME, "has tensors that the recipe's model has not", more)
+        yield Fault(NAME, "has tensors that the recipe's model has not", more)
     both = (
         (name, stored.shape(name), shape)
         for name, shape in expected.items()
@@ -106,7 +107,7 @@ def _model_faults(directory: Path, held: Manifest) -> Iterator[Fault]:
     for name, has, shape in both:
         if has != shape:
             yield Fault(
-                manifest.NAME,
+                NAME,
                 f"has shape {list(has)} where the recipe has {list(shape)}",
                 (name,),
             )

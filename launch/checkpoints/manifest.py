@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -30,19 +29,14 @@ from launch.checkpoints.geometry import (
     rectangles,
     run_around,
 )
+from launch.checkpoints.names import MOMENTS, NAME, WEIGHT, Kind, step_of
 from modeling.cost.parameter_count import is_hidden_matrix
 from recipes import files
 from recipes.problems import some
 from recipes.schema import Recipe
 
-NAME = "manifest.json"
-Kind = Literal["weight", "exp_avg", "exp_avg_sq"]
-WEIGHT: Kind = "weight"
-# torch's names of Adam's moments
-MOMENTS: tuple[Kind, Kind] = ("exp_avg", "exp_avg_sq")
 MOST_BYTES = 4 * 2**30  # of a manifest
 SHOWN = 3  # tensors named in each fault
-DIRECTORY = re.compile(r"step-(\d+)")
 
 Counting = Annotated[int, Field(ge=1, lt=2**63)]
 Form = Literal["canonical", "transformers"]
@@ -331,12 +325,6 @@ def file_name(rank: int) -> str:
 def rank_of(file: str) -> int:
     """Return the rank that wrote a file of this name."""
     return int(file.removeprefix("rank-").removesuffix(".safetensors"))
-
-
-def step_of(directory: Path) -> int | None:
-    """Return the step in the name of a checkpoint's directory; None: it is named otherwise."""
-    named = DIRECTORY.fullmatch(directory.name)
-    return int(named[1]) if named else None
 
 
 def kinds_after(adam_steps: int) -> tuple[Kind, ...]:

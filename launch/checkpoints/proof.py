@@ -23,7 +23,8 @@ from torch import Tensor
 
 from data.loader import MicroBatch
 from launch.checkpoints.engine_state import EngineState, Partition, is_cut
-from launch.checkpoints.manifest import Kind, Manifest, Progress, Sums
+from launch.checkpoints.manifest import Manifest, Progress, Sums
+from launch.checkpoints.names import Kind
 from launch.checkpoints.run_checkpoints import Checkpoint
 from launch.checkpoints.stored import StoredTensors, TensorPlacement
 from launch.checkpoints.sums import sums_of

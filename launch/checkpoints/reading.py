@@ -8,9 +8,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from launch.checkpoints import inspection, manifest, run_checkpoints
+from launch.checkpoints import inspection, run_checkpoints
 from launch.checkpoints.engine_state import EngineState
-from launch.checkpoints.manifest import WEIGHT
+from launch.checkpoints.manifest import Manifest
+from launch.checkpoints.names import NAME, WEIGHT
 from launch.checkpoints.run_checkpoints import (
     Checkpoint,
     CheckpointChoice,
@@ -33,10 +34,9 @@ def choose(
     checkpoints are damaged, if a machine does not see one, or if it was trained on other tokens.
     """
     every = run_checkpoints.found(root, sizes=False) if grid.rank == 0 else iter(())
-    form = Checkpoint | DamagedCheckpoint | None
 
     def inspected() -> Iterator[Checkpoint | DamagedCheckpoint]:
-        while candidate := from_rank_0(next(every, None), grid.control_group, form):
+        while candidate := of_rank_0(next(every, None), grid.control_group):
             if isinstance(candidate, Checkpoint):
                 other = inspection.other_recipe(candidate.manifest, recipe)
                 why = other or problem_of(candidate, grid)
@@ -63,12 +63,29 @@ def choose(
     return chosen
 
 
+def of_rank_0(
+    own: Checkpoint | DamagedCheckpoint | None, group: dist.ProcessGroup
+) -> Checkpoint | DamagedCheckpoint | None:
+    """Return the checkpoint that rank 0 has found, if any. Collective."""
+    found = None
+    if own is not None:
+        held = own.manifest if isinstance(own, Checkpoint) else own.why
+        found = (own.directory, held)
+    told = from_rank_0(found, group, tuple[Path, Manifest | str] | None)
+    if told is None:
+        return None
+    directory, held = told
+    if isinstance(held, str):
+        return DamagedCheckpoint(directory, held)
+    return Checkpoint(directory, held)
+
+
 def problem_of(candidate: Checkpoint, grid: ProcessGrid) -> str | None:
     """Read a checkpoint's files; return the damage, also of their numbers, or None. Collective."""
     held = candidate.manifest
     mine = sorted(held.files)[grid.rank :: dist.get_world_size()]
     # which rank 0 has read
-    blind = not files.is_file(candidate.directory / manifest.NAME)
+    blind = not files.is_file(candidate.directory / NAME)
     each = (
         inspection.file_faults(candidate.directory, held, name)
         for name in mine

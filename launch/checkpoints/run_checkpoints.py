@@ -17,14 +17,16 @@ import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from data import durable_files
-from launch.checkpoints import manifest
-from launch.checkpoints.manifest import Manifest, step_of
+from launch.checkpoints.names import NAME, step_of
 from launch.records.directory import WRITING as WRITING  # for launch/weights, too
 from recipes import files
 from recipes.problems import Problem, some
+
+if TYPE_CHECKING:
+    from launch.checkpoints.manifest import Manifest
 
 PRUNED = ".pruned"
 GIVEN = "give a run directory, its checkpoints/, or one step-NNNNNN of them"
@@ -72,6 +74,8 @@ def directory_of(root: Path, step: int) -> Path:
 
 def read(directory: Path, sizes: bool = True) -> Checkpoint | DamagedCheckpoint:
     """Read the manifest of the checkpoint in a directory; `sizes`: check the sizes of its files."""
+    from launch.checkpoints import manifest  # most starts find no checkpoint
+
     try:
         found = Checkpoint(directory, manifest.read(directory))
     except files.FileError as error:
@@ -126,7 +130,7 @@ def below(path: Path, step: int | None = None) -> list[Checkpoint | DamagedCheck
         files.refuse(
             path, "is half written or half removed", "killed runs leave such", GIVEN
         )
-    if _is_named(path) or files.is_file(path / manifest.NAME):
+    if _is_named(path) or files.is_file(path / NAME):
         every = [read(path)]
     else:
         every = [*found(path / "checkpoints")] or [*found(path)]
@@ -150,7 +154,7 @@ def below(path: Path, step: int | None = None) -> list[Checkpoint | DamagedCheck
 def holds_ours(path: Path) -> bool:
     """Check whether the directory is a run, its checkpoints/, or one checkpoint."""
     try:
-        if (path / manifest.NAME).exists():
+        if (path / NAME).exists():
             return True
         if (path / "config.json").exists():  # others, too, call directories step-1000
             return False
@@ -190,7 +194,7 @@ def newest_whole(
 
 def hold(directory: Path) -> bool:
     """Keep a checkpoint from being pruned until this process ends; return False if that began before."""
-    held = directory / manifest.NAME
+    held = directory / NAME
     try:
         # Stays open: the kernel drops its lock with the process.
         fcntl.flock(os.open(held, os.O_RDONLY), fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -227,6 +231,8 @@ def complete(directory: Path, held: Manifest) -> Path:
 
     A damaged checkpoint of this name is renamed.
     """
+    from launch.checkpoints import manifest
+
     manifest.write(held, directory)
     place = directory.with_suffix("")
     if place.exists():
@@ -245,11 +251,9 @@ def prune(root: Path, keep: int | None) -> None:
 
     Reads none: the newest was written just now. One that a reader holds is left to the next call.
     """
-    whole = [
-        directory for directory in named(root) if (directory / manifest.NAME).exists()
-    ]
+    whole = [directory for directory in named(root) if (directory / NAME).exists()]
     for old in whole[keep:] if keep else []:
-        with open(old / manifest.NAME, "r+b") as file:
+        with open(old / NAME, "r+b") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

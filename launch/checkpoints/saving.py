@@ -12,42 +12,21 @@ ZeRO partition is up to three boxes, and each would be a tensor to plan, save an
 
 from __future__ import annotations
 
-import errno
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 
-from data.loader import merge_states
 from ds_configs.plan import Plan, plan_facts
-from launch.checkpoints import run_checkpoints, tensor_file
+from launch.checkpoints import run_checkpoints
 from launch.checkpoints.engine_state import EngineState
-from launch.checkpoints.manifest import (
-    Kind,
-    KnownLoss,
-    ListedTensor,
-    Manifest,
-    Progress,
-    Series,
-    StoredFile,
-    file_name,
-    joined,
-    kinds_after,
-)
-from launch.checkpoints.stored import TensorPlacement
-from launch.checkpoints.sums import sums_of
-from launch.checkpoints.tensor_file import TensorEntry
-from launch.deepspeed_fixes.short_steps import Fragment
 from launch.machine import description, memory
 from launch.ranks.processes import from_rank_0, local_world_size, merged
 from launch.records.directory import WRITING
@@ -55,54 +34,11 @@ from launch.records.facts import SaveOutcome, SilentRecorder
 from modeling.parallel.process_grid import ProcessGrid
 from recipes.problems import amount, system_error, system_problem
 
-STAGING_BYTES = 256 << 20  # of pinned memory
+if TYPE_CHECKING:
+    from launch.checkpoints.manifest import KnownLoss, Progress, StoredFile
+    from launch.checkpoints.shares import Part, Pending, Staging
+
 SPARE = 0.1  # share of a machine's memory that a copy of the state must leave free
-Tensors = dict[str, ListedTensor]
-Sums = dict[str, torch.Tensor]  # by key, (2,) on the device of the tensor
-
-
-@dataclass(frozen=True)
-class Part:
-    """The share of a checkpoint of the ranks from `rank` on; `problems`: their first failures."""
-
-    rank: int
-    files: dict[str, StoredFile]
-    tensors: Tensors
-    data: dict[str, Any]
-    problems: tuple[str, ...] = ()
-
-    def followed_by(self, other: Part) -> Part:
-        """Join the part of the ranks that follow these."""
-        tensors = dict(self.tensors)
-        for name, tensor in other.tensors.items():
-            before = tensors.get(name, replace(tensor, series=(), sums={}))
-            sums = dict(before.sums)
-            for kind, (plain, weighted) in tensor.sums.items():
-                earlier = sums.get(kind, (0.0, 0.0))
-                sums[kind] = (earlier[0] + plain, earlier[1] + weighted)
-            tensors[name] = replace(
-                tensor, series=joined((*before.series, *tensor.series)), sums=sums
-            )
-        problems = (*self.problems, *other.problems)[:3]
-        data = merge_states([self.data, other.data])
-        return Part(self.rank, self.files | other.files, tensors, data, problems)
-
-
-@dataclass
-class _Pending:
-    """A save in progress.
-
-    `held`: the manifest of this rank's share, without versions and files; `written`: this rank's file;
-    `sums`: of its tensors by key, once it is written.
-    """
-
-    directory: Path
-    held: Manifest
-    sums: Sums
-    written: Future[StoredFile]
-    started: float
-    blocked: float
-    background: bool
 
 
 class Saver:
@@ -122,11 +58,11 @@ class Saver:
         self.root = root
         self.listener = listener
         self.problem: str | None = None  # of the last completed save
-        self._pending: _Pending | None = None
+        self._pending: Pending | None = None
         self._remover = ThreadPoolExecutor(1)  # of old checkpoints, on rank 0
         self._removed: Future[None] | None = None
         self._warned = False
-        self._staging = Staging()
+        self._staging: Staging | None = None
         if grid.rank == 0:
             run_checkpoints.remove_remains(root)
 
@@ -143,6 +79,9 @@ class Saver:
         `data`: this rank's position in the data; `corpus`: checksum of the training tokens; `known_loss`
         computes it.
         """
+        # with tensors and files, which no first step needs
+        from launch.checkpoints import manifest, shares
+
         self.finish()
         started = time.perf_counter()
         directory = run_checkpoints.directory_of(self.root, progress.step).with_suffix(
@@ -153,24 +92,25 @@ class Saver:
             took = time.perf_counter() - started
             self._report(SaveOutcome(progress.step, 0, took, took, False, problem))
             return
-        kinds = kinds_after(progress.adam_steps)
+        kinds = manifest.kinds_after(progress.adam_steps)
         known = known_loss()
-        sums = Sums()
-        entries, tensors = contents(self.state, kinds, self.grid.rank, sums)
+        sums = shares.Sums()
+        entries, tensors = shares.contents(self.state, kinds, self.grid.rank, sums)
         sizes = [entry.bytes for entry in entries]
         background = self._fits(sizes)
-        file = directory / file_name(self.grid.rank)
+        file = directory / manifest.file_name(self.grid.rank)
         written: Future[StoredFile] = Future()
         room = sum(sizes) * dist.get_world_size()
         if background:
+            self._staging = self._staging or shares.Staging()
             entries = [self._staging.copy(entry) for entry in entries]
             threading.Thread(
-                target=_write, args=(file, entries, room, written), daemon=True
+                target=shares.write, args=(file, entries, room, written), daemon=True
             ).start()
         else:
-            _write(file, entries, room, written)
+            shares.write(file, entries, room, written)
         self.state.close()
-        held = Manifest(
+        held = manifest.Manifest(
             progress,
             data,
             corpus,
@@ -184,7 +124,7 @@ class Saver:
             next_step,
         )
         blocked = time.perf_counter() - started
-        self._pending = _Pending(
+        self._pending = shares.Pending(
             directory, held, sums, written, started, blocked, background
         )
 
@@ -204,26 +144,28 @@ class Saver:
         """Wait for the save in progress, and complete it."""
         if self._pending is None:
             return
+        from launch.checkpoints import manifest, shares
+
         pending = self._pending
         self._pending = None
         error = pending.written.exception()  # waits
         rank = self.grid.rank
-        files = {} if error else {file_name(rank): pending.written.result()}
+        files = {} if error else {manifest.file_name(rank): pending.written.result()}
         problems = (
             (f"rank {rank}: {_reason(error, pending.directory)}",) if error else ()
         )
-        own = Part(
+        own = shares.Part(
             rank,
             files,
-            with_sums(pending.held.tensors, pending.sums),
+            shares.with_sums(pending.held.tensors, pending.sums),
             pending.held.data,
             problems,
         )
         whole = merged(
             own,
-            partial(_join_visible, pending.directory),
+            partial(shares.join_visible, pending.directory),
             self.grid.control_group,
-            Part,
+            shares.Part,
         )
         problem = self._on_rank_0(lambda: self._complete(pending, whole))
         written = sum(file.bytes for file in whole.files.values())
@@ -249,8 +191,10 @@ class Saver:
         dist.barrier(group=self.grid.control_group)
         self._on_rank_0(lambda: shutil.rmtree(pending.directory, ignore_errors=True))
 
-    def _complete(self, pending: _Pending, whole: Part) -> str | None:
+    def _complete(self, pending: Pending, whole: Part) -> str | None:
         """Complete the checkpoint on rank 0; on failure remove it, and raise OSError or return the reason."""
+        from launch.checkpoints.shares import finite
+
         try:
             if whole.problems:
                 return "; ".join(whole.problems)
@@ -297,129 +241,6 @@ class Saver:
     def _report(self, saved: SaveOutcome) -> None:
         self.problem = saved.problem
         self.listener.save(saved)
-
-
-def contents(
-    state: EngineState, kinds: Sequence[Kind], rank: int, sums: Sums | None = None
-) -> tuple[list[TensorEntry], Tensors]:
-    """Return the entries of `rank`'s file, in the order of its partitions, and the tensors' pieces in it.
-
-    `sums` gets the sums of each entry when it is copied or written.
-    """
-
-    def add_up(key: str, fragment: Fragment, numbers: torch.Tensor) -> None:
-        if sums is not None:
-            sums[key] = sums_of(numbers, fragment.parameter, fragment.first)
-
-    entries: list[TensorEntry] = []
-    tensors: Tensors = {}
-    for partition in state.partitions:
-        for fragment in state.owned(partition):
-            place = TensorPlacement.of(fragment.parameter)
-            assert place.name not in tensors, f"two pieces of {place.name} on one rank"
-            piece = Series(
-                rank, place.cut, fragment.first, fragment.elements, fragment.elements
-            )
-            tensors[place.name] = ListedTensor(place.shape, (piece,), place.form)
-            for kind in state.held(partition, kinds):
-                read = partial(state.read, partition, fragment, kind)
-                dtype = state.dtype(partition, kind)
-                key = f"{kind}/{place.name}"
-                entries.append(
-                    TensorEntry(
-                        key,
-                        dtype,
-                        (fragment.elements,),
-                        read,
-                        partial(add_up, key, fragment),
-                    )
-                )
-    return entries, tensors
-
-
-def with_sums(tensors: Tensors, sums: Sums) -> Tensors:
-    """Return the tensors with the sums of their pieces."""
-    by_name: dict[str, dict[Any, Any]] = {name: {} for name in tensors}
-    for key, pair in sums.items():
-        kind, _, name = key.partition("/")
-        by_name[name][kind] = tuple(pair.tolist())
-    return {
-        name: replace(tensor, sums=by_name[name]) for name, tensor in tensors.items()
-    }
-
-
-def finite(tensor: ListedTensor) -> ListedTensor:
-    """Leave out sums that are not finite, which JSON cannot hold."""
-    return replace(
-        tensor,
-        sums={kind: pair for kind, pair in tensor.sums.items() if isfinite(sum(pair))},
-    )
-
-
-class Staging:
-    """Pinned memory through which a device's numbers reach the host; the driver's own is a tenth as fast."""
-
-    def __init__(self) -> None:
-        self._pinned = torch.empty(0, dtype=torch.uint8)
-
-    def copy(self, entry: TensorEntry) -> TensorEntry:
-        """Copy the numbers of an entry to host memory now."""
-        numbers = entry.read().detach()
-        accelerator = get_accelerator()
-        held = torch.empty_like(numbers, device="cpu")
-        if numbers.device.type == "cpu":
-            held.copy_(numbers)
-            return replace(entry, read=lambda: held)
-        entry.seen(numbers)
-        if not len(self._pinned):
-            self._pinned = accelerator.pin_memory(
-                torch.empty(STAGING_BYTES, dtype=torch.uint8)
-            )
-        parts = (
-            each.view(-1).view(torch.uint8).split(STAGING_BYTES)
-            for each in (numbers, held)
-        )
-        for part, place in zip(*parts, strict=True):
-            arrived = self._pinned[: len(part)].copy_(part, non_blocking=True)
-            accelerator.current_stream().synchronize()
-            place.copy_(arrived)
-        return TensorEntry(entry.name, entry.dtype, entry.shape, lambda: held)
-
-
-def _write(
-    path: Path, entries: list[TensorEntry], room: int, written: Future[StoredFile]
-) -> None:
-    """Write this rank's file if the disk has `room` bytes for all ranks' files.
-
-    A full disk would make other writers fail too.
-    """
-    try:
-        if shutil.disk_usage(path.parent).free < room:
-            raise OSError(
-                errno.ENOSPC,
-                f"the checkpoint has {room / 1e6:,.3g} MB",
-                str(path.parent),
-            )
-        written.set_result(tensor_file.write(path, entries))
-    except BaseException as error:
-        written.set_exception(error)
-    entries.clear()
-
-
-def _join_visible(directory: Path, ours: Part, theirs: Part) -> Part:
-    """Join the part of later ranks, whose first file has to be seen here with the size that was written."""
-    name = file_name(theirs.rank)
-    try:
-        seen = (directory / name).stat().st_size
-    except OSError:
-        seen = -1
-    if name in theirs.files and theirs.files[name].bytes != seen:
-        problem = (
-            f"rank {ours.rank} does not see {name}, which rank {theirs.rank} wrote: the run directory "
-            "(--out) has to be on a file system that all machines share"
-        )
-        theirs = replace(theirs, problems=(problem, *theirs.problems))
-    return ours.followed_by(theirs)
 
 
 def _reason(error: BaseException, directory: Path) -> str:

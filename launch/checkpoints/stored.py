@@ -13,7 +13,8 @@ import torch
 
 from launch.checkpoints import manifest
 from launch.checkpoints.geometry import Copy, Cut, copies, rectangles
-from launch.checkpoints.manifest import WEIGHT, Form, ListedTensor, Manifest
+from launch.checkpoints.manifest import Form, ListedTensor, Manifest
+from launch.checkpoints.names import WEIGHT
 from launch.checkpoints.tensor_file import DTYPES, Reader
 from modeling.initialization import Shard, canonical_name, padded_slice, shard_of
 from recipes import files

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -42,7 +43,7 @@ class Bar(Silent):
     """A screen of two lines on a terminal, redrawn: the numbers of the step above the progress."""
 
     def __init__(
-        self, stream: TextIO, start_step: int, total_steps: int, samples: Samples = int
+        self, stream: TextIO, start_step: int, total_steps: int, samples: Samples
     ) -> None:
         self._numbers = tqdm(
             file=stream, bar_format="{desc}", dynamic_ncols=True, position=0
@@ -89,7 +90,7 @@ class Lines(Silent):
     """A screen of whole lines without carriage returns, for a log file."""
 
     def __init__(
-        self, stream: TextIO, start_step: int, total_steps: int, samples: Samples = int
+        self, stream: TextIO, start_step: int, total_steps: int, samples: Samples
     ) -> None:
         self._stream = stream
         self._start_step = start_step
@@ -139,22 +140,16 @@ def fitting(fields: Mapping[str, str], width: int | None) -> str:
 def screen(
     stream: TextIO, start_step: int, total_steps: int, samples: Samples = int
 ) -> Silent:
-    """Make a bar if `stream` can redraw two lines, else lines.
+    """Make a bar if `stream` is a terminal that can redraw two lines, else lines.
 
     `samples`: of the first so many steps, which tell the time that is left; by default steps are equal.
     """
-    kind = Bar if _redraws(stream) else Lines
+    redraws = stream.isatty()
+    # With 0 rows (a pseudo-terminal) tqdm draws nothing.
+    with contextlib.suppress(OSError, ValueError):
+        redraws = redraws and os.get_terminal_size(stream.fileno()).lines > 2
+    kind = Bar if redraws else Lines
     return kind(stream, start_step, total_steps, samples)
-
-
-def _redraws(stream: TextIO) -> bool:
-    """Check for a terminal of known size: with 0 rows (a pseudo-terminal) tqdm draws nothing."""
-    if not stream.isatty():
-        return False
-    try:
-        return os.get_terminal_size(stream.fileno()).lines > 2
-    except (OSError, ValueError):
-        return True
 
 
 def bar(stream: TextIO, **how: Any) -> Any:

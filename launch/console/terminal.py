@@ -34,18 +34,15 @@ def outlast_readers() -> None:
     """Let this process go on without a screen where nobody reads what it prints any more."""
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)
-        # the process's own
-        if stream is not None and stream is getattr(sys, f"__{name}__"):
-            setattr(sys, name, _lasting(stream, descriptor))
-
-
-def _lasting(stream: TextIO, descriptor: int) -> TextIO:
-    """Return a stream to the same place whose writes never fail."""
-    stream.flush()
-    file = io.BufferedWriter(_LastingFile(descriptor, "w", closefd=False))
-    return io.TextIOWrapper(
-        file, stream.encoding, "backslashreplace", line_buffering=True
-    )
+        # only the process's own
+        if stream is None or stream is not getattr(sys, f"__{name}__"):
+            continue
+        stream.flush()
+        file = io.BufferedWriter(_LastingFile(descriptor, "w", closefd=False))
+        lasting = io.TextIOWrapper(
+            file, stream.encoding, "backslashreplace", line_buffering=True
+        )
+        setattr(sys, name, lasting)
 
 
 def columns(stream: TextIO | None = None) -> int | None:
@@ -113,8 +110,6 @@ def quiet_libraries() -> None:
     warnings.filterwarnings("ignore")
     warnings.filterwarnings("default", message=NO_KERNELS)
     # Not by its level, which DeepSpeed sets to WARNING at its import.
-    logging.getLogger("DeepSpeed").addFilter(_is_an_error)
-
-
-def _is_an_error(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.ERROR
+    logging.getLogger("DeepSpeed").addFilter(
+        lambda record: record.levelno >= logging.ERROR
+    )

@@ -111,26 +111,23 @@ def run(functions: Mapping[str, Function]) -> list[Check]:
     """Return the findings of all functions in their order; an exception becomes a failed finding."""
     found = list[Check]()
     for key, function in functions.items():
-        found += (dataclasses.replace(check, key=key) for check in _findings(function))
+        try:
+            made = function()
+            checks = [made] if isinstance(made, Check) else list(made)
+        except ProblemsError as error:
+            checks = refused(error.problems)
+        except OSError as error:
+            where = f"{error.filename}: {error.strerror}"
+            told = where if error.filename else str(error)
+            checks = [failed(f"the system refuses it ({told[:200]})")]
+        except Exception as error:  # a broken check must not end the others
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            told = " ".join(str(error).split())[:200]
+            came = f"the check itself broke: {type(error).__name__}: {told} ({at.name}, line {at.lineno})"
+            fix = "report this line; the other checks hold without it"
+            checks = [failed(came, fix)]
+        found += (dataclasses.replace(check, key=key) for check in checks)
     return found
-
-
-def _findings(function: Function) -> Iterable[Check]:
-    try:
-        found = function()
-        if isinstance(found, Check):
-            return [found]
-        return list(found)
-    except ProblemsError as error:
-        return refused(error.problems)
-    except OSError as error:
-        told = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-        return [failed(f"the system refuses it ({told[:200]})")]
-    except Exception as error:  # a broken check must not end the others
-        at = traceback.extract_tb(error.__traceback__)[-1]
-        told = " ".join(str(error).split())[:200]
-        came = f"the check itself broke: {type(error).__name__}: {told} ({at.name}, line {at.lineno})"
-        return [failed(came, "report this line; the other checks hold without it")]
 
 
 def refused(problems: Iterable[Problem]) -> list[Check]:
@@ -148,13 +145,16 @@ def refuse(checks: Sequence[Check]) -> None:
         )
 
 
+def of_gpus() -> dict[str, Function]:
+    """Return the checks of a start on GPUs by their keys."""
+    here = processes.local_world_size()
+    return {"GPU kernels": kernels, "shared memory": partial(shared_memory, here)}
+
+
 def quick(recipe: Recipe, directory: Path) -> dict[str, Function]:
-    """Return the checks of every start by their keys; `directory`: of the run."""
-    chosen: dict[str, Function] = {
-        "GPU kernels": kernels,
-        "variables": variables,
-        "shared memory": partial(shared_memory, processes.local_world_size()),
-    }
+    """Return the checks of this start by their keys; `directory`: of the run."""
+    chosen = of_gpus() if processes.device().own_memory else {}
+    chosen["variables"] = variables
     if processes.rank() == 0:
         chosen["packages"] = partial(packages, recipe)
         chosen["disk"] = partial(space, directory, *checkpoint_bytes(recipe))

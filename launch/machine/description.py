@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes.util
-import importlib.util
 import os
 import platform
 import re
@@ -16,10 +15,11 @@ import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ds_configs.plan import HOST, Device, Machine
+from ds_configs.plan import Machine
 from ds_configs.sections import monitors
 from launch.deepspeed_fixes.versions import refuse_others
 from launch.ranks import processes
@@ -188,12 +188,23 @@ def detect_machine(emulated_fp16: bool = False, *, on_paper: bool = False) -> Ma
         refuse_others()
     if emulated_fp16:
         emulate_fp16()
-    elif on_paper and processes.device() == HOST and (known := halves_of_cores()):
-        return _with_system(HOST, known[0], True, True, slow_bf16=not known[1])
-    from deepspeed.accelerator import get_accelerator
-
     device = processes.device()
-    bf16 = get_accelerator().is_bf16_supported()
+    known = None if device.own_memory else halves_of_cores()
+    if on_paper and known and not emulated_fp16:
+        fp16 = known[0]
+        bf16 = True
+    else:
+        from deepspeed.accelerator import get_accelerator
+
+        fp16 = bool(get_accelerator().is_fp16_supported())
+        bf16 = bool(get_accelerator().is_bf16_supported())
+    slow_bf16 = bool(known and not known[1])
+    if not device.own_memory and not known:
+        import torch
+
+        # Without instructions for it and without AVX-512 torch's own loop multiplies: 0.85 GFLOP/s for 1024^3
+        # on one core with AVX2, where fp32 has 59.
+        slow_bf16 = not torch.ops.mkldnn._is_mkldnn_bf16_supported()
     cuda_compiler = True
     if device.name == "cuda":
         import torch
@@ -203,36 +214,17 @@ def detect_machine(emulated_fp16: bool = False, *, on_paper: bool = False) -> Ma
         bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         nvcc = CUDA_HOME is not None and Path(CUDA_HOME, "bin", "nvcc").exists()
         cuda_compiler = nvcc or torch.version.cuda is None  # AMD's GPUs
-    return _with_system(
-        device,
-        bool(get_accelerator().is_fp16_supported()),
-        bool(bf16),
-        cuda_compiler,
-        slow_bf16=not device.own_memory and not _has_bf16_products(),
-        emulated_fp16=emulated_fp16 and not device.own_memory,
-    )
-
-
-def _with_system(
-    device: Device, fp16: bool, bf16: bool, cuda_compiler: bool, **more: bool
-) -> Machine:
-    """Add what the system has besides the device: compiler, libaio, packages."""
-    aio = ctypes.util.find_library("aio") is not None
-    lacks = frozenset(
-        name
-        for name in monitors.PACKAGES.values()
-        if importlib.util.find_spec(name) is None
-    )
-    compiler = not missing_for_compiling()
+    packages = monitors.PACKAGES.values()
     return Machine(
         device,
         fp16,
         bf16,
-        compiler,
-        libaio=aio,
+        compiler=not missing_for_compiling(),
+        libaio=ctypes.util.find_library("aio") is not None,
         cuda_compiler=cuda_compiler,
-        lacks=lacks,
-        **more,
+        lacks=frozenset(name for name in packages if find_spec(name) is None),
+        slow_bf16=slow_bf16,
+        emulated_fp16=emulated_fp16 and not device.own_memory,
     )
 
 
@@ -288,18 +280,6 @@ def gpus(with_free: bool = False) -> list[VisibleGpu]:
             VisibleGpu(facts.name, capability, float(facts.total_memory), float(free))
         )
     return found
-
-
-def _has_bf16_products() -> bool:
-    """Check that this machine's cores have instructions for products in bf16.
-
-    Without them and without AVX-512 torch's own loop multiplies: 0.85 GFLOP/s for 1024^3 on one core with
-    AVX2, where fp32 has 59.
-    """
-    import torch
-
-    known = halves_of_cores()
-    return known[1] if known else bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def missing_for_compiling() -> list[str]:

@@ -71,11 +71,11 @@ def pin_no_more_than_asked() -> None:
 
 
 def return_unused_pinned() -> None:
-    """Give unused pinned memory back to the system."""
+    """Give a GPU's unused pinned memory back to the system."""
     import torch
 
     # only CUDA's
-    if processes.device().own_memory and hasattr(torch._C, "_host_emptyCache"):
+    if hasattr(torch._C, "_host_emptyCache"):
         torch._C._host_emptyCache()
 
 

@@ -23,7 +23,7 @@ from pydantic import StringConstraints, TypeAdapter, ValidationError
 from launch.console import terminal
 from launch.ranks import connection, interfaces
 from launch.ranks.connection import Connection
-from launch.ranks.launch_environment import LOOPBACK
+from launch.ranks.interfaces import LOOPBACK
 from launch.ranks.processes import (
     TIMEOUT,
     agent_has_store,

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from launch.console import terminal
-from launch.ranks.launch_environment import HANG_REPORT
 from launch.ranks.processes import local_rank, rank, world_size
 from recipes.problems import ProblemsError, system_error, system_problem
 
@@ -36,6 +35,7 @@ OUT_OF_MEMORY = re.compile(
     r"DefaultCPUAllocator: (can't allocate|not enough) memory"
 )
 ERROR_FILES = "error-rank-*.txt"
+HANG_REPORT = "hang.txt"  # of a watchdog, in the run directory
 
 
 class Failed(Exception):

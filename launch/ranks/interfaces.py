@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 
 from recipes.problems import Problem, ProblemsError, some
 
+LOOPBACK = "127.0.0.1"
+DEFAULT_PORT = 29500  # torchrun's and deepspeed's
 GLOO = "GLOO_SOCKET_IFNAME"
 NCCL = "NCCL_SOCKET_IFNAME"
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from data import durable_files
 from launch.console import terminal
-from launch.ranks import ending, interfaces, launch_environment, processes
+from launch.ranks import ending, interfaces, processes
 from launch.ranks.meeting import Meeting
 from recipes.problems import ProblemsError, take_file_handles
 
@@ -44,20 +44,26 @@ def meet(check: Callable[[], None] = lambda: None, out: str | None = None) -> Me
     """
     terminal.quiet_libraries()
     try:
-        processes.check_launch(start=True)
+        processes.check_launch()
         check()
     except ValueError as e:
         ending.refuse(e)
-    take_file_handles(0)  # rank 0 has a connection to each rank
+    meeting = Meeting()
     if processes.launched():
         end_with_launcher()
-    elif said := launch_environment.forgotten_srun(os.environ):
-        terminal.say(said, sys.stderr)
-    meeting = Meeting(_existing(out))
-    take_environment(meeting)
+    elif "SLURM_JOB_ID" in os.environ:
+        from launch.ranks.launch_environment import forgotten_srun
+
+        if said := forgotten_srun(os.environ):
+            terminal.say(said, sys.stderr)
+    if processes.world_size() > 1:
+        from launch.ranks.ranks_meeting import RanksMeeting
+
+        take_file_handles(0)  # rank 0 has a connection to each rank
+        meeting = RanksMeeting(_existing(out))
+        take_environment(meeting)
     # each machine has a cache of its own: one that refuses ends the ranks of all
-    meeting.settle(check_cache_is_own)
-    keep_compiled_code()
+    meeting.all_or_none(keep_compiled_code)
     return meeting
 
 
@@ -77,7 +83,10 @@ def joined(
         note_failure: takes this rank's traceback.
     """
     order_kernels(tp)
-    check_places(meeting)
+    if processes.world_size() > 1:
+        check_places(meeting)
+    elif processes.device().own_memory:
+        meeting.all_or_none(processes.check_device)
     admitted = admit()
     with ending.clean_exit(note_failure):
         processes.start_processes(store=meeting.store)
@@ -110,9 +119,9 @@ def take_environment(meeting: Meeting) -> None:
 
     Call it early: libraries read them when they are imported.
     """
-    theirs = launch_environment.carried(
-        meeting.from_rank_0(launch_environment.carried(os.environ))
-    )
+    from launch.ranks.launch_environment import carried
+
+    theirs = carried(meeting.from_rank_0(carried(os.environ)))
     lacking = {name: value for name, value in theirs.items() if name not in os.environ}
     os.environ.update(lacking)
     if lacking and processes.local_rank() == 0:
@@ -123,7 +132,7 @@ def take_environment(meeting: Meeting) -> None:
 
 def check_places(meeting: Meeting) -> None:
     """Check that every rank has a device of its own, and a network to the others. Collective."""
-    meeting.compare(meeting.settle(own_place), processes.check_shared_devices)
+    meeting.compare(meeting.all_or_none(own_place), processes.check_shared_devices)
 
 
 def own_place() -> tuple[str, str] | None:
@@ -146,11 +155,10 @@ class StartClock:
 
     def __init__(self) -> None:
         now = time.clock_gettime(time.CLOCK_BOOTTIME)
-        own = started(os.getpid())
-        if own is None:
-            own = now
-        launcher = started(first_launcher())
-        waited = 0.0 if launcher is None else own - launcher
+        own = started(os.getpid()) or now
+        waited = 0.0
+        if LAUNCHER_VARIABLES & {*os.environ}:
+            waited = own - (started(first_launcher()) or own)
         self.parts = {"launcher": waited, "compiling": 0.0}
         self._since = own
         self._compiled = compiling_seconds()
@@ -176,25 +184,19 @@ def compiling_seconds() -> float:
     return sum(sum(spent.get(phase, ())) for phase in phases)
 
 
-def check_cache_is_own() -> None:
-    """Check that no other account writes what this one runs and reads from there. Raises ProblemsError."""
+def keep_compiled_code() -> None:
+    """Let torch.compile keep its code in the project's cache, not in a temporary directory.
+
+    Call it before torch imports its compiler, which then chooses a directory. Raises ProblemsError: other
+    accounts could write there what this one runs.
+    """
     cache = durable_files.cache_directory()
     if cache.is_dir() and cache.stat().st_mode & stat.S_IWOTH:
         rule = "a run executes compiled code from there, and every account may write it"
         fix = f"chmod o-w {cache}, or set MEGARECIPES_CACHE to another directory"
         came = f"cache directory {cache}"
         raise ProblemsError.of("MEGARECIPES_CACHE", came, rule, fix)
-
-
-def keep_compiled_code() -> None:
-    """Let torch.compile keep its code in the project's cache, not in a temporary directory.
-
-    Call it before torch imports its compiler, which then chooses a directory.
-    """
-    os.environ.setdefault(
-        "TORCHINDUCTOR_CACHE_DIR",
-        str(durable_files.cache_directory() / "compiled_code"),
-    )
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "compiled_code"))
 
 
 def postpone_collections() -> None:

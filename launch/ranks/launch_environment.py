@@ -10,14 +10,12 @@ import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
+from launch.ranks.interfaces import DEFAULT_PORT, LOOPBACK
 from recipes.problems import ProblemsError
 
 Environ = Mapping[str, str]
 
-LOOPBACK = "127.0.0.1"
-DEFAULT_PORT = 29500  # torchrun's and deepspeed's
 # Below those from 32768 on, which Linux gives to outgoing connections.
 FIRST_PORT = 15_000
 PORTS = 16_000
@@ -59,16 +57,6 @@ ADDRESSED = {
     "MVAPICH2": "mpirun_rsh … MASTER_ADDR=HOST MASTER_PORT=29500",
 }
 _PASS_ON = "pass on all that srun sets, into containers too, and unset what a shell or a job script has set"
-
-HANG_REPORT = "hang.txt"  # in the run directory
-COLLECTIVES = "hang-collectives-rank-"  # there, too, with the rank behind it
-# torch's Flight Recorder keeps NCCL's last collectives, and writes them where one times out. By their newer
-# names (torch 2.11 and 2.13 read both), with the older ones, which stand for the user's wish.
-FLIGHT_RECORDER = {
-    "TORCH_FR_BUFFER_SIZE": "TORCH_NCCL_TRACE_BUFFER_SIZE",
-    "TORCH_FR_DUMP_TEMP_FILE": "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "TORCH_NCCL_DUMP_ON_TIMEOUT",
-}
 
 
 @dataclass(frozen=True)
@@ -167,18 +155,6 @@ def carried(environ: Environ) -> dict[str, str]:
     return found
 
 
-def flight_recorder(environ: Environ, directory: Path) -> dict[str, str]:
-    """Return variables that switch torch's Flight Recorder on, without those that the user has set."""
-    values = zip(
-        FLIGHT_RECORDER.items(),
-        ("2000", str(directory.absolute() / COLLECTIVES), "1"),
-        strict=True,
-    )
-    return {
-        name: value for (name, older), value in values if not {name, older} & {*environ}
-    }
-
-
 def sees_own_device(environ: Environ, visible: Iterable[str]) -> bool:
     """Check that the only visible device belongs only to this process, not to all of its machine.
 
@@ -196,7 +172,7 @@ def sees_own_device(environ: Environ, visible: Iterable[str]) -> bool:
 def forgotten_srun(environ: Environ) -> str | None:
     """Return a remark for a single process in a Slurm job with room for more, or None."""
     tasks = environ.get("SLURM_NTASKS", "")
-    if "SLURM_JOB_ID" not in environ or not tasks.isdigit() or int(tasks) < 2:
+    if not tasks.isdigit() or int(tasks) < 2:
         return None
     return f"this is one process, in a job of {tasks} tasks (SLURM_NTASKS): `srun python …` starts one for each"
 

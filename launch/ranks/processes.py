@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import TypeAdapter
 
 from ds_configs.plan import HOST, Device
-from launch.ranks import interfaces, launch_environment
+from launch.ranks import interfaces
+from launch.ranks.interfaces import LOOPBACK
 from recipes.problems import Problem, ProblemsError
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ VARIABLES = {
     "LOCAL_SIZE": (1, 10**6),
     "MASTER_PORT": (1, 65535),
 }
+# beginnings of the variables that tell a process its place, or were left by what started it
+OF_LAUNCHERS = (*VARIABLES, "SLURM_", "OMPI_", "MV2_", "PMI")
 # as in the Makefile
 DEVICE_FILES = ("nvidiactl", "kfd", "dxg", "dri", "accel", "davinci*")
 # that ranks wait for each other: at the start, in a collective
@@ -78,16 +81,14 @@ def several(rule: str) -> Iterator[Problem]:
 
 def several_machines() -> bool:
     """Check whether the ranks of this launch are on several machines, as far as the launcher says."""
-    near = interfaces.is_loopback(os.environ.get("MASTER_ADDR", "localhost"))
-    return local_world_size() < world_size() and not near
+    if local_world_size() >= world_size():
+        return False
+    return not interfaces.is_loopback(os.environ.get("MASTER_ADDR", "localhost"))
 
 
 def one_machine() -> bool:
     """Check whether all ranks of this launch are on this machine."""
-    near = os.environ.get("MASTER_ADDR", "localhost") in (
-        "localhost",
-        launch_environment.LOOPBACK,
-    )
+    near = os.environ.get("MASTER_ADDR", "localhost") in ("localhost", LOOPBACK)
     return near or local_world_size() == world_size()
 
 
@@ -99,13 +100,16 @@ def _variable(name: str, default: int) -> int:
     return default
 
 
-def check_launch(start: bool) -> None:
+def check_launch() -> None:
     """Check the launcher's variables of this process's place, and the port where all ranks meet.
 
-    Variables of Slurm and MPIs are translated to torchrun's first. `start`: a run is to be started, which
-    needs all variables; a plan needs none. Raises ProblemsError for bad or missing variables, or a taken
-    port.
+    Variables of Slurm and MPIs are translated to torchrun's first. Raises ProblemsError for bad or missing
+    variables, or a taken port.
     """
+    if not any(name.startswith(OF_LAUNCHERS) for name in os.environ):
+        return  # a plain `python`
+    from launch.ranks import launch_environment
+
     os.environ.update(
         launch_environment.missing_variables(os.environ, at_terminal=os.isatty(0))
     )
@@ -125,7 +129,7 @@ def check_launch(start: bool) -> None:
     needed = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in needed if name not in os.environ]
     launched = "RANK" in os.environ or world_size() > 1
-    if start and launched and missing and not problems:
+    if launched and missing and not problems:
         there = ", ".join(name for name in needed if name not in missing)
         came = f"{there} without {', '.join(missing)}"
         fix = UNSET
@@ -134,7 +138,7 @@ def check_launch(start: bool) -> None:
         problems.append(Problem(missing[0], came, "a launcher sets all of them", fix))
     if problems:
         raise ProblemsError(problems)
-    if start and launched:
+    if launched:
         check_port(os.environ["MASTER_PORT"])
 
 
@@ -269,10 +273,12 @@ def start_processes(
 
     if "RANK" not in os.environ:
         place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-        port = str(launch_environment.DEFAULT_PORT)  # at which nobody listens
-        os.environ.update(
-            place, MASTER_ADDR=launch_environment.LOOPBACK, MASTER_PORT=port
-        )
+        port = str(interfaces.DEFAULT_PORT)  # at which nobody listens
+        os.environ.update(place, MASTER_ADDR=LOOPBACK, MASTER_PORT=port)
+    if world_size() == 1:
+        # it is reached by nobody, whatever interfaces a shell names for launches
+        for name in (interfaces.GLOO, interfaces.NCCL):
+            os.environ.pop(name, None)
         interfaces.stay_on_loopback()
 
     import deepspeed
@@ -365,6 +371,8 @@ def check_device() -> int:
     local = local_rank()
     if limit is None or local < limit:
         return local
+    from launch.ranks import launch_environment
+
     visible = _accelerator().visible_devices_envs()
     if limit == 1 and launch_environment.sees_own_device(os.environ, visible):
         return 0

@@ -23,16 +23,19 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from pydantic import TypeAdapter
 
 from launch.console import terminal
-from launch.ranks.launch_environment import COLLECTIVES, HANG_REPORT
+from launch.ranks.ending import HANG_REPORT
 from launch.ranks.meeting import Meeting
 from launch.ranks.processes import rank, world_size
 from recipes.problems import some
+
+if TYPE_CHECKING:
+    from launch.ranks.ranks_meeting import RanksMeeting
 
 HANGING = 4  # exit code
 STACKS = "hang-rank-{}.txt"
@@ -47,6 +50,14 @@ SILENCE = "does not answer: its process is stopped, or its machine or network is
 COMPILING = ("torch/_dynamo/convert_frame.py", "torch/_inductor/graph.py")
 SHOWN_FRAMES = 8  # the innermost of a rank's stack, in the report; STACKS have all
 SHOWN_RANKS = 8  # names in a row
+COLLECTIVES = "hang-collectives-rank-"  # in the run directory, with the rank behind it
+# torch's Flight Recorder keeps NCCL's last collectives, and writes them where one times out. By their newer
+# names (torch 2.11 and 2.13 read both), with the older ones, which stand for the user's wish.
+FLIGHT_RECORDER = {
+    "TORCH_FR_BUFFER_SIZE": "TORCH_NCCL_TRACE_BUFFER_SIZE",
+    "TORCH_FR_DUMP_TEMP_FILE": "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "TORCH_NCCL_DUMP_ON_TIMEOUT",
+}
 
 
 class Phase(enum.Enum):
@@ -94,17 +105,18 @@ class Watchdog:
     """
 
     def __init__(
-        self, directory: Path | None, hang_after: float, meeting: Meeting | None = None
+        self, directory: Path, hang_after: float, meeting: Meeting | None = None
     ) -> None:
         """Take `hang_after` in seconds (run.hang_after); 0: nothing is watched.
 
-        `directory`: of the run; None: nothing is kept. `meeting`: of all ranks; None: of one.
+        `directory`: of the run. `meeting`: of all ranks; None: of one.
         """
         self._directory = directory
         self._hang_after = hang_after
         self._patience = min(ANSWER_S, hang_after / 4)  # seconds for an answer
         self._tick = min(5.0, hang_after / 10)  # seconds between looks
-        self._meeting = meeting or Meeting()
+        # it is asked for ranks only where it knows of places
+        self._meeting = cast("RanksMeeting", meeting or Meeting())
         self._rank = rank()
         self._step = 0
         self._passes = 0
@@ -234,16 +246,13 @@ class Watchdog:
 
     def _report(self, text: str) -> None:
         """Keep and print the report of a hang: rank 0's, or that of the first rank that finds it silent."""
-        if self._directory is not None:
-            try:
-                with open(self._directory / HANG_REPORT, "x") as file:
-                    file.write(f"{text}\n")
-            except FileExistsError:
-                return
-            except OSError:  # it is printed all the same
-                pass
-        elif self._rank > 1:
+        try:
+            with open(self._directory / HANG_REPORT, "x") as file:
+                file.write(f"{text}\n")
+        except FileExistsError:
             return
+        except OSError:  # it is printed all the same
+            pass
         terminal.say(f"\n{text}\n", sys.stderr)
         sys.stderr.flush()
 
@@ -254,8 +263,6 @@ class Watchdog:
 
     def _keep_stacks(self) -> None:
         """Write all threads' stacks, and this rank's last collectives, into the run directory."""
-        if self._directory is None:
-            return
         with (
             contextlib.suppress(OSError),
             open(self._directory / STACKS.format(self._rank), "w") as file,
@@ -268,8 +275,6 @@ class Watchdog:
 
     def _await_stacks(self, ranks: Collection[int]) -> None:
         """Wait until these ranks have begun their files: a launcher ends them after this one."""
-        if self._directory is None:
-            return
         files = [self._directory / STACKS.format(rank) for rank in ranks]
         until = time.monotonic() + KEEP_S
         while time.monotonic() < until and not all(file.exists() for file in files):
@@ -286,11 +291,7 @@ class Watchdog:
             if self._usual
             else ""
         )
-        # without one, ranks run ahead
-        where = "" if self._directory is None else f" in step {own.step}"
-        first = (
-            f"the run hangs{where} and is ended: {own.seconds:.0f} s without progress"
-        )
+        first = f"the run hangs in step {own.step} and is ended: {own.seconds:.0f} s without progress"
         lines = [f"{first} (run.hang_after={self._hang_after:g}{usual})"]
         places = self._meeting.places
         lines += [f"  {places[other]} {SILENCE}" for other in sorted(silent)]
@@ -311,11 +312,21 @@ class Watchdog:
         return lines
 
     def _advice(self) -> str:
-        if self._directory is None:
-            return "Nothing was kept: the same command begins anew"
         stacks = f"All threads' stacks are in {self._directory}: {HANG_REPORT} and {STACKS.format('N')}"
         stacks += f"; the last collectives in {COLLECTIVES}N"
         return f"{stacks}. Nothing was saved: --resume continues from the newest complete checkpoint"
+
+
+def flight_recorder(environ: Mapping[str, str], directory: Path) -> dict[str, str]:
+    """Return variables that switch torch's Flight Recorder on, without those that the user has set."""
+    values = zip(
+        FLIGHT_RECORDER.items(),
+        ("2000", str(directory.absolute() / COLLECTIVES), "1"),
+        strict=True,
+    )
+    return {
+        name: value for (name, older), value in values if not {name, older} & {*environ}
+    }
 
 
 def compiles() -> bool:

@@ -12,9 +12,8 @@ from data.durable_files import Lock, left_by_a_crash
 from ds_configs.plan import Plan, plan_to_json
 from launch.console import arguments
 from launch.records.directory import WRITING, Launch, RunDirectory
-from launch.records.facts import RECORDS_LOST, RunFacts
+from launch.records.facts import OURS, RECORDS_LOST, RunFacts
 from launch.records.metrics import Records, read_metrics, unused_name
-from launch.records.result import OURS
 from recipes import files
 from recipes.key_paths import (
     KEPT_BY_RESUME,

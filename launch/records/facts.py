@@ -18,6 +18,7 @@ from recipes.schema import Recipe
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 # figures next to a loss, by their keys (`recipes.families.LossFigure`)
 Parts = dict[str, Finite | None]
+OURS = "megarecipes"  # as model.implementation names it
 # status of a run that is trained and saved, but not recorded as a whole
 RECORDS_LOST = "records lost"
 
@@ -86,7 +87,7 @@ class Validation:
 
 @dataclass(frozen=True)
 class SaveOutcome:
-    """A checkpoint after `step` optimizer steps, or a failed one."""
+    """A checkpoint after `step` optimizer steps, or a failed one, as a line of metrics.jsonl holds it."""
 
     step: int
     bytes: int  # of all ranks' files
@@ -94,6 +95,8 @@ class SaveOutcome:
     seconds: Finite  # from the beginning until the checkpoint has its final name
     background: bool  # training went on while rank 0 wrote
     problem: str | None = None  # None: the checkpoint is complete
+    time: float = 0.0
+    kind: Literal["save"] = "save"
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 
 from data.durable_files import write_atomically
+from ds_configs.plan import Plan
 from launch.records.facts import (
     Finite,
     Parts,
@@ -28,6 +29,7 @@ from launch.records.facts import (
     StepRecord,
     finite,
 )
+from modeling import cost
 from recipes import files
 from recipes.families import MASKED_FIGURES, TASK_FIGURES, LossFigure, parts_of
 from recipes.layout import Layout
@@ -75,14 +77,6 @@ class Note:
     text: str
     time: float = 0.0
     kind: Literal["note"] = "note"
-
-
-@dataclass(frozen=True)
-class SaveRecord(SaveOutcome):
-    """The record of a checkpoint, or of a failed one."""
-
-    time: float = 0.0
-    kind: Literal["save"] = "save"
 
 
 @dataclass(frozen=True)
@@ -179,7 +173,7 @@ Record = (
     | StartRecord
     | StepRecord
     | ValidationRecord
-    | SaveRecord
+    | SaveOutcome
     | Note
 )
 # kinds of records that a branch takes along
@@ -192,7 +186,7 @@ _KINDS: dict[str, tuple[TypeAdapter[Any], str]] = {
     "step": (TypeAdapter(StepRecord), "steps"),
     "validation": (TypeAdapter(ValidationRecord), "validations"),
     "test": (TypeAdapter(ValidationRecord), "tests"),
-    "save": (TypeAdapter(SaveRecord), "saves"),
+    "save": (TypeAdapter(SaveOutcome), "saves"),
     "note": (TypeAdapter(Note), "notes"),
 }
 
@@ -204,7 +198,7 @@ class Records:
     steps: tuple[StepRecord, ...] = ()
     validations: tuple[ValidationRecord, ...] = ()
     tests: tuple[ValidationRecord, ...] = ()
-    saves: tuple[SaveRecord, ...] = ()
+    saves: tuple[SaveOutcome, ...] = ()
     notes: tuple[Note, ...] = ()
     broken: bool = False
     launches: tuple[LaunchRecord, ...] = ()
@@ -260,6 +254,25 @@ def curve(
     """Return (step, value) of the records with a finite figure."""
     values = ((record.step, figure.of(record)) for record in records)
     return [(step, value) for step, value in values if value is not None]
+
+
+def rates(plan: Plan, seconds: float, samples: int | None = None) -> dict[str, Any]:
+    """Return samples/s and tokens/s over all ranks, and TFLOPS per rank, of a step of so many seconds.
+
+    `samples`: those of the step; None: the batch's.
+    """
+    recipe = plan.recipe
+    samples = samples or plan.layout.global_batch
+    published, exact = cost.tflops(
+        recipe, plan.padded_vocab, samples, seconds, plan.layout.world
+    )
+    tokens = samples * recipe.model.sequences * recipe.sequence_length
+    return dict(
+        samples_per_s=samples / seconds,
+        tokens_per_s=tokens / seconds,
+        tflops=published,
+        exact_tflops=exact,
+    )
 
 
 def finite_parts(parts: Mapping[str, float]) -> Parts:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TextIO, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar, cast
 
 from tensorboard.summary.writer.event_file_writer import _AsyncWriterThread
 from torch.utils.tensorboard import SummaryWriter
@@ -34,12 +34,13 @@ from launch.records.facts import (
     StepRecord,
     finite,
 )
-from launch.records.metrics import ValidationRecord, finite_parts
+from launch.records.metrics import ValidationRecord, finite_parts, rates
 from launch.records.plan_text import Surroundings, describe_plan
-from launch.records.result import Result, make_result, rates, write_result
-from launch.records.result_text import result_text
 from recipes.families import LossFigure
 from recipes.problems import counted, system_error, system_problem, visible
+
+if TYPE_CHECKING:
+    from launch.records.result import Result
 
 RANK_TIMES = (
     "rank_seconds_min",
@@ -96,9 +97,11 @@ class Recorder(SilentRecorder):
         self._show_plan()
         problems: list[str] = []
         self._begins_after = run.plan.recipe.begins_after
-        self._missing = metrics.truncate(
-            directory.metrics_jsonl, start_step, problems, self._begins_after
-        )
+        self._missing: list[int] = []
+        if start_step or directory.metrics_jsonl.exists():
+            self._missing = metrics.truncate(
+                directory.metrics_jsonl, start_step, problems, self._begins_after
+            )
         if self._missing:
             problems.append(_lacking(directory.metrics_jsonl, self._missing))
         # Unbuffered: after a full disk, Python would write the rest of its buffer again at the end.
@@ -212,7 +215,7 @@ class Recorder(SilentRecorder):
     @_guarded
     def save(self, saved: SaveOutcome) -> None:
         self._follow()
-        self._write(metrics.SaveRecord(**vars(saved), time=time.time()))
+        self._write(replace(saved, time=time.time()))
         per_second = saved.bytes / saved.seconds
         for name, value in (
             ("blocking_seconds", saved.blocking_seconds),
@@ -263,6 +266,8 @@ class Recorder(SilentRecorder):
     ) -> None:
         if self._stream is None:
             return
+        from launch.records.result_text import result_text
+
         width = terminal.columns(self._stream)
         text = [f"\n{result_text(result, width)}"] if result else []
         if ending.sample:
@@ -347,6 +352,9 @@ class Recorder(SilentRecorder):
     def _write_result(self, ending: Ending, records: metrics.Records) -> Result | None:
         """Write result.json; return the result, or None where none can be made."""
         result = None
+        # with deviations, which only the end needs
+        from launch.records.result import make_result, write_result
+
         with self.keeping(self.directory.result_json):
             result = make_result(self._run, records, ending)
             write_result(self.directory.result_json, result)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from pydantic import TypeAdapter
 
@@ -27,6 +27,7 @@ from launch.records.deviations import (
     not_comparable,
 )
 from launch.records.facts import (
+    OURS,
     Ending,
     Entropies,
     Finite,
@@ -36,7 +37,7 @@ from launch.records.facts import (
     StepRecord,
     TaskScore,
 )
-from launch.records.metrics import Records
+from launch.records.metrics import Records, rates
 from modeling import cost
 from recipes import files
 from recipes.families import MINIMISED, LossFigure
@@ -44,7 +45,6 @@ from recipes.layout import Layout
 from recipes.problems import counted
 from recipes.schema import Branch, Published
 
-OURS = "megarecipes"  # as model.implementation names it
 # TFLOPS definition of a source -> (unit, field of the measured number by the same definition).
 TFLOPS_BY: dict[str, tuple[str, Literal["tflops", "exact_tflops"]]] = {
     "formula": ("TFLOPS per GPU, formula", "tflops"),
@@ -197,25 +197,6 @@ class Result:
 
 
 _ADAPTER = TypeAdapter(Result)
-
-
-def rates(plan: Plan, seconds: float, samples: int | None = None) -> dict[str, Any]:
-    """Return samples/s and tokens/s over all ranks, and TFLOPS per rank, of a step of so many seconds.
-
-    `samples`: those of the step; None: the batch's.
-    """
-    recipe = plan.recipe
-    samples = samples or plan.layout.global_batch
-    published, exact = cost.tflops(
-        recipe, plan.padded_vocab, samples, seconds, plan.layout.world
-    )
-    tokens = samples * recipe.model.sequences * recipe.sequence_length
-    return dict(
-        samples_per_s=samples / seconds,
-        tokens_per_s=tokens / seconds,
-        tflops=published,
-        exact_tflops=exact,
-    )
 
 
 def make_result(run: RunFacts, records: Records, ending: Ending) -> Result:

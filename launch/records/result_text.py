@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from launch.console.text_table import Page, flops, number
-from launch.records.result import OURS, TFLOPS_BY, HeldOutLoss, Result, TrainingLoss
+from launch.records.facts import OURS
+from launch.records.result import TFLOPS_BY, HeldOutLoss, Result, TrainingLoss
 from recipes.problems import amount
 
 NOT_MEASURED = "not measured"

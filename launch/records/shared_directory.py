@@ -45,14 +45,14 @@ def seen_here(meeting: Meeting, directory: Path) -> bool:
     first = processes.rank() == 0
     with token(directory) if first else contextlib.nullcontext("") as made:
         name = meeting.from_rank_0(made)
-        return meeting.settle(lambda: first or wait_for(directory, name))
+        return meeting.all_or_none(lambda: first or wait_for(directory, name))
 
 
 def check_all(meeting: Meeting, directory: Path) -> None:
     """Check that every rank sees in the directory what rank 0 writes there. Collective."""
     seen = seen_here(meeting, directory)
     # With the token gone: where a rank refuses, its launcher ends this one.
-    meeting.settle(lambda: check(seen, directory))
+    meeting.all_or_none(lambda: check(seen, directory))
 
 
 def check(seen: bool, directory: Path) -> None:

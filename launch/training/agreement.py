@@ -28,11 +28,9 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 def kernel_failure(group: dist.ProcessGroup) -> str | None:
     """Return why some rank's GPU cannot run a compiled kernel, or None. Collective."""
     device = processes.device()
-    own = (
-        fusing.failure_of_kernels(torch.device(device.name))
-        if device.own_memory
-        else None
-    )
+    if not device.own_memory:
+        return None
+    own = fusing.failure_of_kernels(torch.device(device.name))
     return next(iter(processes.texts_of_all([own], group)), None)
 
 

@@ -73,7 +73,8 @@ def build_engine(
     `resumed`: a checkpoint will give the weights, and none are drawn.
     """
     plan = job.plan
-    if plan.offload != "none":
+    device = processes.device()
+    if plan.offload != "none" and device.own_memory:
         memory.pin_no_more_than_asked()
     compiled_ops.prepare(plan.ds, grid.control_group, say)
     leave_out_compilation()
@@ -90,13 +91,15 @@ def build_engine(
 
         say(compiling.compile_module(module, plan))
     engine = initialize(plan, module, grid)
-    memory.return_unused_pinned()  # of parameters, before they became parts of a buffer
+    if device.own_memory:
+        # of parameters, before they became parts of a buffer
+        memory.return_unused_pinned()
     move_buffers(module, engine.device)
     if engine.fp16_enabled():
         from launch.deepspeed_fixes.loss_scale import postpone_growth
 
         postpone_growth(engine)
-    if processes.device().asynchronous:
+    if device.asynchronous:
         from launch.deepspeed_fixes.freed_gradients import keep_while_reduced
 
         keep_while_reduced(engine.optimizer)

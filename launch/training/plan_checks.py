@@ -34,6 +34,7 @@ def of_machine(job: Job) -> list[Check]:
             "compiler": drivers.compiler,
             "fused kernels": drivers.fused_kernels,
             "CUDA compiler": drivers.cuda_compiler,
+            **checks.of_gpus(),
             **checks.quick(job.plan.recipe, job.directory),
             "versions": lambda: ok(", ".join(f"{name} {of}" for name, of in versions)),
             "tensor parallelism": partial(tensor_ranks, job.plan),
@@ -66,7 +67,7 @@ def of_machines(job: Job, meeting: Meeting) -> list[Check]:
     own = of_machine(job)
     if not processes.launched():
         return own
-    meeting.settle(partial(checks.refuse, own))
+    meeting.all_or_none(partial(checks.refuse, own))
     joining.check_places(meeting)
     from launch.records import shared_directory
 
@@ -74,7 +75,7 @@ def of_machines(job: Job, meeting: Meeting) -> list[Check]:
     report = socket.gethostname(), own if processes.local_rank() == 0 else []
     reports = meeting.to_rank_0(REPORT.dump_python(report, mode="json"))
     found = merged([REPORT.validate_python(each) for each in reports])
-    meeting.settle(partial(checks.refuse, found))
+    meeting.all_or_none(partial(checks.refuse, found))
     return found
 
 

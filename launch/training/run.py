@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -24,7 +24,6 @@ from data.samples.fields import HeldOut
 from data.text.records import SkippedRecords
 from ds_configs.plan import Plan
 from launch.checkpoints.engine_state import EngineState
-from launch.checkpoints.manifest import KnownLoss
 from launch.checkpoints.run_checkpoints import Checkpoint
 from launch.checkpoints.saving import Saver
 from launch.ranks import ending, processes
@@ -55,6 +54,9 @@ from launch.training.job import Job
 from launch.training.micro_batches import end_together, next_step
 from launch.training.number_watch import NumberWatch
 from modeling.parallel.process_grid import ProcessGrid
+
+if TYPE_CHECKING:
+    from launch.checkpoints.manifest import KnownLoss
 
 MONITOR = "DeepSpeed's monitor"
 
@@ -335,6 +337,8 @@ class TrainingRun:
         batch = {name: values.tolist() for name, values in self._sample.items()}
         if loss is None:
             return None
+        from launch.checkpoints.manifest import KnownLoss
+
         return KnownLoss(loss, self.job.plan.precision, batch)
 
     def _sample_loss(self, sample: MicroBatch) -> float:

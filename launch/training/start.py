@@ -18,7 +18,7 @@ from ds_configs.plan import Machine, Plan
 from launch.checkpoints.run_checkpoints import CheckpointChoice, first_whole, found
 from launch.console import arguments, terminal
 from launch.machine import checks, description
-from launch.ranks import ending, joining, launch_environment, processes
+from launch.ranks import ending, joining, processes
 from launch.ranks.meeting import Meeting
 from launch.records.facts import Ending, Entropies, RunFacts, SilentRecorder
 from launch.training.early_ends import Diverged, EarlyEnd, stacks_at_quit
@@ -111,14 +111,13 @@ def launch(args: argparse.Namespace, check: Callable[[], Job]) -> None:
     terminal.outlast_readers()
     joining.postpone_collections()
     meeting = joining.meet(lambda: check_processes(args), args.out)
-    job = meeting.settle(check)
+    job = meeting.all_or_none(check)
     if args.plan:
         from launch.training import plan_checks
 
         show_plan(job, plan_checks.of_machines(job, meeting))
         meeting.end()
         return
-    os.environ.update(launch_environment.flight_recorder(os.environ, job.directory))
     with joining.joined(
         meeting,
         job.plan.layout.tp,
@@ -147,10 +146,12 @@ def demand_determinism() -> None:
 
 def admit_run(job: Job, meeting: Meeting) -> RunDirectory | None:
     """Open the run directory on rank 0, and check that every rank sees it. Collective."""
-    directory = meeting.settle(lambda: open_run_directory(job))
+    directory = meeting.all_or_none(lambda: open_run_directory(job))
     if processes.world_size() > 1:
+        from launch.ranks.watchdog import flight_recorder
         from launch.records import shared_directory
 
+        os.environ.update(flight_recorder(os.environ, job.directory))
         shared_directory.check_all(meeting, job.directory)
     return directory
 
@@ -349,7 +350,7 @@ def run(job: Job, directory: RunDirectory | None, meeting: Meeting) -> None:
     grid = ProcessGrid(layout.tp, layout.pp, layout.dp, processes.TIMEOUT)
     # One process of a machine prepares a large corpus; the others may wait for hours.
     make = system_refusals(Path.cwd())(job.corpus or partial(build_corpus, job))
-    corpus = meeting.settle(lambda: make(meeting), PREPARATION)
+    corpus = meeting.all_or_none(lambda: make(meeting), PREPARATION)
     try:
         given = job.initial_weights
         failure = agreement.kernel_failure(grid.control_group)
@@ -366,7 +367,7 @@ def run(job: Job, directory: RunDirectory | None, meeting: Meeting) -> None:
             from launch.training.run import checksum
 
             write = partial(job.adopt, job.plan, job.checkpoints, checksum(corpus))
-            meeting.settle(system_refusals(job.directory)(write), PREPARATION)
+            meeting.all_or_none(system_refusals(job.directory)(write), PREPARATION)
         # once, before the records are cut back to it
         chosen = choose_checkpoint(job, grid, corpus)
     except ValueError as e:

@@ -21,8 +21,6 @@ from torch import Tensor
 from ds_configs.plan import Plan, plan_facts
 from launch.checkpoints import run_checkpoints, tensor_file
 from launch.checkpoints.manifest import (
-    MOMENTS,
-    Kind,
     ListedTensor,
     Manifest,
     Progress,
@@ -31,7 +29,8 @@ from launch.checkpoints.manifest import (
     file_name,
     kinds_after,
 )
-from launch.checkpoints.saving import Sums, with_sums
+from launch.checkpoints.names import MOMENTS, Kind
+from launch.checkpoints.shares import Sums, with_sums
 from launch.checkpoints.sums import sums_of
 from launch.checkpoints.tensor_file import TensorEntry
 from launch.machine import description

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from launch.checkpoints.manifest import MOMENTS, WEIGHT
+from launch.checkpoints.names import MOMENTS, WEIGHT
 from launch.weights.foreign_weights import (
     MegatronWeights,
     MessageWords,

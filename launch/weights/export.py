@@ -22,7 +22,7 @@ from data import durable_files
 from data.text.vocabulary import vocabulary_size
 from data.text.vocabulary_files import AS_IT_IS, save_tokenizer
 from launch.checkpoints import inspection, tensor_file
-from launch.checkpoints.manifest import WEIGHT
+from launch.checkpoints.names import WEIGHT
 from launch.checkpoints.run_checkpoints import Checkpoint
 from launch.checkpoints.stored import StoredTensors
 from launch.checkpoints.tensor_file import Reader, TensorEntry

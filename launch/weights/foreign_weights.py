@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from launch.checkpoints import inspection, run_checkpoints
-from launch.checkpoints.manifest import WEIGHT
+from launch.checkpoints.names import WEIGHT
 from launch.checkpoints.run_checkpoints import DamagedCheckpoint
 from launch.checkpoints.stored import StoredTensors
 from launch.ranks import processes

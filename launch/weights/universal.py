@@ -27,7 +27,8 @@ from transformers import TrainerControl, TrainerState
 
 from data import durable_files
 from launch.checkpoints import inspection
-from launch.checkpoints.manifest import MOMENTS, Manifest
+from launch.checkpoints.manifest import Manifest
+from launch.checkpoints.names import MOMENTS
 from launch.checkpoints.run_checkpoints import Checkpoint
 from launch.checkpoints.stored import StoredTensors
 from launch.machine.checks import free_bytes

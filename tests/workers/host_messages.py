@@ -22,6 +22,7 @@ from launch.checkpoints import tensor_file
 from launch.experiments.parity.groups import temporary_groups
 from launch.ranks import ending, processes
 from launch.ranks.meeting import Meeting
+from launch.ranks.ranks_meeting import RanksMeeting
 from launch.records.facts import RunFacts, SilentRecorder
 from launch.training import agreement
 from launch.training.job import Job
@@ -67,7 +68,7 @@ def calls_of_steps(case: dict, settings: list[str], meeting: Meeting, out: Path)
     plan, events = resolve(recipe, "zero1", processes.world_size(), CPU), Events()
     with temporary_groups():
         grid = ProcessGrid(*case.values(), processes.TIMEOUT)
-        built = meeting.settle(lambda: corpus.build(recipe, say=lambda line: None, once=meeting.once))
+        built = meeting.all_or_none(lambda: corpus.build(recipe, say=lambda line: None, once=meeting.once))
 
         def write(*what, write=tensor_file.write):
             assert events.on_disk.wait(60)
@@ -86,8 +87,8 @@ def calls_of_steps(case: dict, settings: list[str], meeting: Meeting, out: Path)
 if __name__ == "__main__":
     out, *given = sys.argv[1:]
     with ending.clean_exit():
-        met = Meeting()
-        met.settle(lambda: None)
+        met = RanksMeeting()
+        met.all_or_none(lambda: None)
         processes.start_processes(store=met.store)
         found = []
         for case in {"tp": 1, "pp": 1, "dp": 2}, {"tp": 2, "pp": 1, "dp": 1}:

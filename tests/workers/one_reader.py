@@ -21,6 +21,7 @@ from ds_configs.resolver import resolve
 from launch.experiments.parity.groups import temporary_groups
 from launch.ranks import ending, processes
 from launch.ranks.meeting import Meeting
+from launch.ranks.ranks_meeting import RanksMeeting
 from launch.training.early_ends import BrokenData
 from launch.training.micro_batches import next_step, training_batches
 from modeling.parallel.process_grid import ProcessGrid
@@ -46,7 +47,7 @@ def batches_of(case: dict, settings: list[str], meeting: Meeting) -> dict:
     plan = resolve(recipe, "zero1" if case["pp"] == 1 else "pipeline", processes.world_size(), CPU)
     with temporary_groups():
         grid = ProcessGrid(*case.values(), processes.TIMEOUT)
-        built = meeting.settle(lambda: corpus.build(recipe, say=lambda line: None, once=meeting.once))
+        built = meeting.all_or_none(lambda: corpus.build(recipe, say=lambda line: None, once=meeting.once))
         batches = training_batches(plan, built, grid, None)
         digests = []
         for _ in range(STEPS):
@@ -78,8 +79,8 @@ if __name__ == "__main__":
     with ending.clean_exit():
         streamed_splits.read_head = counted(streamed_splits.read_head, "heads")
         StreamedSamples.take = counted(StreamedSamples.take, "samples")
-        met = Meeting()
-        met.settle(lambda: None)
+        met = RanksMeeting() if processes.world_size() > 1 else Meeting()
+        met.all_or_none(lambda: None)
         processes.start_processes(store=met.store)
         kept = [batches_of(case, given, met) for case in json.loads(Path(cases).read_text())]
         (Path(out) / f"rank-{processes.rank()}.json").write_text(json.dumps(kept))

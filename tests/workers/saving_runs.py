@@ -23,7 +23,7 @@ MACHINE = description.detect_machine()
 
 from data.corpus import build  # noqa: E402  (after the accelerator is chosen)
 from ds_configs.resolver import resolve  # noqa: E402
-from launch.checkpoints import manifest, run_checkpoints, saving, tensor_file  # noqa: E402
+from launch.checkpoints import manifest, run_checkpoints, shares, tensor_file  # noqa: E402
 from launch.experiments.parity.groups import temporary_groups  # noqa: E402
 from launch.machine import memory  # noqa: E402
 from launch.records.facts import RunFacts, SilentRecorder  # noqa: E402
@@ -113,7 +113,7 @@ def run(name: str, out: Path) -> dict:
 if __name__ == "__main__":
     with ending.clean_exit():
         processes.start_processes()
-        assert saving.tensor_file is tensor_file
+        assert shares.tensor_file is tensor_file
         found = {}
         for case in CASES:
             with temporary_groups():

@@ -21,7 +21,7 @@ from deepspeed.runtime.activation_checkpointing.offload_activations import _Acti
 from reporting import Checks, run_checks
 from second_device.board import C
 
-from launch.checkpoints import saving
+from launch.checkpoints import shares
 from launch.checkpoints.tensor_file import TensorEntry
 from launch.training.engine import HostCopy
 
@@ -113,16 +113,16 @@ def memory_given_back_while_another_stream_uses_it(right_way: bool, n: float) ->
 
 def a_saved_tensor_whose_part_of_the_pinned_buffer_is_read_too_early(right_way: bool, n: float) -> bool:
     """A checkpoint leaves the device in parts, through one buffer that each part fills anew."""
-    x, accelerator = filled(n), saving.get_accelerator()
+    x, accelerator = filled(n), shares.get_accelerator()
     unsynchronized = SimpleNamespace(
         pin_memory=accelerator.pin_memory, current_stream=lambda: SimpleNamespace(synchronize=lambda: None)
     )
     used = accelerator if right_way else unsynchronized
     with (
-        mock.patch.object(saving, "STAGING_BYTES", 3 * SIZE),
-        mock.patch.object(saving, "get_accelerator", lambda: used),
+        mock.patch.object(shares, "STAGING_BYTES", 3 * SIZE),
+        mock.patch.object(shares, "get_accelerator", lambda: used),
     ):
-        copied = saving.Staging().copy(TensorEntry("x", x.dtype, (SIZE,), lambda: x)).read()
+        copied = shares.Staging().copy(TensorEntry("x", x.dtype, (SIZE,), lambda: x)).read()
     return is_full_of(copied, n)
 
 

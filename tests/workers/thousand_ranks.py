@@ -43,7 +43,7 @@ from launch.checkpoints import manifest  # noqa: E402
 from launch.checkpoints.engine_state import EngineState  # noqa: E402
 from launch.checkpoints.geometry import share  # noqa: E402
 from launch.checkpoints.manifest import ListedTensor, Manifest, Progress, Series, StoredFile, file_name  # noqa: E402
-from launch.checkpoints.saving import Part, contents  # noqa: E402
+from launch.checkpoints.shares import Part, contents  # noqa: E402
 from launch.records.facts import RunFacts  # noqa: E402
 from launch.training.engine import build_engine, release_at_end, train_step  # noqa: E402
 from launch.training.job import Job  # noqa: E402

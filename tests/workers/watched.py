@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 
 from launch.ranks import processes
-from launch.ranks.meeting import Meeting
+from launch.ranks.ranks_meeting import RanksMeeting
 from launch.ranks.watchdog import Phase, Watchdog
 
 
 def main(directory: str, hang_after: str, what: str, rank: str) -> None:
-    meeting = Meeting()
-    meeting.settle(lambda: None)
+    meeting = RanksMeeting()
+    meeting.all_or_none(lambda: None)
     dist.init_process_group(
         "gloo", store=meeting.store, rank=processes.rank(), world_size=processes.world_size()
     )

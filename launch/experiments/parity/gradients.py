@@ -9,8 +9,9 @@ from functools import partial
 import torch
 
 from launch.checkpoints import manifest, tensor_file
-from launch.checkpoints.manifest import MOMENTS, Manifest, Progress, file_name
-from launch.checkpoints.saving import Part, contents
+from launch.checkpoints.manifest import Manifest, Progress, file_name
+from launch.checkpoints.names import MOMENTS
+from launch.checkpoints.shares import Part, contents
 from launch.ranks.processes import gathered, merged
 from launch.records.facts import StepRecord
 from launch.training.run import TrainingRun

@@ -62,7 +62,7 @@ def test_a_branch_goes_on_with_the_tokens_of_its_run_or_reads_its_data_anew(
 ):
     recipe = point().recipe([*settings, "schedule.kind=constant"], {}, None)
     held = SimpleNamespace(corpus="trained", step=4)
-    monkeypatch.setattr(branching, "from_rank_0", lambda own, *_: own)
+    monkeypatch.setattr(branching.reading, "of_rank_0", lambda own, *_: own)
     monkeypatch.setattr(branching.reading, "problem_of", lambda *_: None)
     monkeypatch.setattr(branching.run_checkpoints, "read", lambda directory: Checkpoint(directory, held))
     grid = SimpleNamespace(rank=0, control_group=None)

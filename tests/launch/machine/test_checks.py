@@ -1,6 +1,8 @@
 """The checks that every start of a run makes."""
 
+from ds_configs.plan import GPU
 from launch.machine import checks
+from launch.ranks import processes
 from recipes import catalog
 
 
@@ -29,7 +31,11 @@ def test_rank_0_alone_has_files_for_all_ranks():
 
 def test_the_start_runs_the_quick_part(monkeypatch, tmp_path):
     functions = checks.quick(catalog.load(), tmp_path)
-    assert {"packages", "GPU kernels", "variables", "disk"} <= set(functions)
+    assert {"packages", "variables", "disk"} == set(functions), "on a CPU"
+    with monkeypatch.context() as on_gpu:
+        on_gpu.setattr(processes, "device", lambda: GPU)
+        functions = checks.quick(catalog.load(), tmp_path)
+        assert {"packages", "GPU kernels", "shared memory", "variables", "disk"} == set(functions)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "disk" not in checks.quick(catalog.load(), tmp_path), "rank 0 writes"

@@ -4,14 +4,22 @@ import json
 import subprocess
 
 import pytest
+import torch
 
 from launch.machine import description
 from launch.ranks import processes
 
 
 @pytest.mark.skipif(processes.device().own_memory, reason="a device that is asked itself")
-def test_what_cores_can_do_is_the_same_on_paper(tmp_path):
-    assert description.detect_machine(on_paper=True) == description.detect_machine()
+def test_what_cores_can_do_is_the_same_on_paper(tmp_path, monkeypatch):
+    here = description.detect_machine()
+    assert description.detect_machine(on_paper=True) == here
+    halves = description.halves_of_cores()
+    with monkeypatch.context() as unknown:
+        unknown.setattr(description, "halves_of_cores", lambda: None)
+        unasked = description.detect_machine(on_paper=True)
+    by_torch = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    assert unasked.slow_bf16 is not by_torch and here.slow_bf16 is not (halves[1] if halves else by_torch)
     cores = {  # flags -> products in fp16, in bf16
         "sse2 avx2": (False, False),
         "avx2 avx512f avx512bw avx512vl avx512dq": (False, False),  # bf16 at a fifth of fp32's rate

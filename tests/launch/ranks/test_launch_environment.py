@@ -12,13 +12,13 @@ from launch.ranks import ending, joining, processes
 from launch.ranks.launch_environment import (
     carried,
     first_host,
-    flight_recorder,
     forgotten_srun,
     missing_variables,
     sees_own_device,
     tasks_per_node,
 )
 from launch.ranks.meeting import Meeting
+from launch.ranks.watchdog import flight_recorder
 from recipes.problems import Problem, ProblemsError
 
 OPEN_MPI = {
@@ -102,7 +102,7 @@ def test_a_batch_script_is_one_process_whatever_its_job_has(step):
     environ = BATCH if step is None else {**BATCH, "SLURM_STEP_ID": step}
     assert missing_variables(environ) == {}
     assert "`srun python …` starts one for each" in forgotten_srun(environ)
-    assert forgotten_srun({**BATCH, "SLURM_NTASKS": "1"}) is None and forgotten_srun({}) is None
+    assert forgotten_srun({**BATCH, "SLURM_NTASKS": "1"}) is None
 
 
 def test_a_command_typed_into_a_shell_of_srun_is_one_process():
@@ -129,6 +129,18 @@ def test_ranks_of_mpi_find_their_place():
     assert missing_variables(mvapich) == missing_variables(OPEN_MPI)
     cray = {"PMI_RANK": "1", "PMI_SIZE": "4", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "4"}
     assert missing_variables(cray) == missing_variables(HYDRA)
+
+
+def test_a_start_looks_for_its_place_where_any_launcher_has_left_a_variable(monkeypatch):
+    mvapich = {name.replace("OMPI", "MV2"): value for name, value in OPEN_MPI.items()}
+    for environ, size in (({}, None), (OPEN_MPI, "4"), (mvapich, "4"), (HYDRA, "4"), (of_srun(), "8")):
+        monkeypatch.setattr(os, "environ", {**environ})
+        processes.check_launch()
+        assert os.environ.get("WORLD_SIZE") == size
+    for environ in {"PMIX_RANK": "1"}, {"WORLD_SIZE": "2"}, {"MASTER_PORT": "x"}, {"LOCAL_RANK": "-1"}:
+        monkeypatch.setattr(os, "environ", {**environ})
+        with pytest.raises(ProblemsError, match=next(iter(environ))):
+            processes.check_launch()
 
 
 def test_mpi_over_machines_takes_the_address_of_rank_0():
@@ -224,6 +236,7 @@ def test_tensor_parallelism_orders_what_a_gpu_starts(monkeypatch, tp, before, af
     monkeypatch.setenv(name, before or "")
     if before is None:
         monkeypatch.delenv(name)
+    monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(joining, "own_place", lambda: seen.append(os.environ.get(name)))
     monkeypatch.setattr(processes, "start_processes", lambda store: None)
     monkeypatch.setattr(ending, "clean_exit", contextlib.nullcontext)

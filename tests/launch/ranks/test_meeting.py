@@ -13,7 +13,7 @@ from launching import WORKERS, environment, run_ranks
 from data.durable_files import left_by_a_crash
 from launch.ranks import connection
 from launch.ranks.connection import Message
-from launch.ranks.meeting import sentences
+from launch.ranks.ranks_meeting import sentences
 
 TINY = ["--tiny", "--steps", "2", "--ds_config", "zero1"]
 
@@ -62,11 +62,11 @@ def test_a_machine_whose_cache_all_may_write_ends_the_ranks_of_all(tmp_path):
 
 DYING = """
 import os, sys, time
-from launch.ranks import meeting, processes
-meeting.SETTLE_S = 1.0
+from launch.ranks import processes, ranks_meeting
+ranks_meeting.SETTLE_S = 1.0
 dying, how = int(sys.argv[1]), sys.argv[2]
-met = meeting.Meeting()
-met.settle(lambda: None)
+met = ranks_meeting.RanksMeeting()
+met.all_or_none(lambda: None)
 if processes.rank() == dying:
     if how == "in order":
         met.end()
@@ -119,19 +119,19 @@ def test_a_death_ends_all_and_is_told_once(dying, how):
 MEETING = """
 import json, sys
 from pydantic import TypeAdapter
-from launch.ranks.meeting import Meeting
+from launch.ranks.ranks_meeting import RanksMeeting
 from launch.ranks.processes import rank
-met = Meeting()
+met = RanksMeeting()
 def made():
     return met.once(lambda: {"a": [1, 2.5, None]}, TypeAdapter(dict[str, list[float | None]]))
 everyone = met.to_rank_0(rank() * 11)
-found = met.settle(made), met.from_rank_0(rank() + 5), everyone, sorted(met.places)
+found = met.all_or_none(made), met.from_rank_0(rank() + 5), everyone, sorted(met.places)
 def refuse():
     if rank() == 0:
         raise ValueError("rank 0 does not want to")
     return met.once(lambda: {}, TypeAdapter(dict[str, int]))
 print(json.dumps(found), flush=True)
-met.settle(refuse)
+met.all_or_none(refuse)
 """
 
 
@@ -275,7 +275,7 @@ def test_on_one_machine_the_kernel_says_who_calls_and_who_listens(account):
 
 
 HASTY = "from launch.ranks import door\ndoor.LOOK_FOR_S = 1.0\n"
-STATED = HASTY + MEETING.replace("met.settle(refuse)", "met.end()")
+STATED = HASTY + MEETING.replace("met.all_or_none(refuse)", "met.end()")
 
 
 @pytest.mark.parametrize("others", ["same", "other", ""])

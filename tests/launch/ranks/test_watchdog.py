@@ -1,6 +1,7 @@
 """The watchdog names the rank that hangs, ends the run, and is not fooled by ranks that take their time."""
 
 import pickle
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from launching import WORKERS, run_ranks
 
 from launch.ranks import ending
-from launch.ranks.meeting import Meeting, RankPlace
+from launch.ranks.ranks_meeting import RankPlace, RanksMeeting
 from launch.ranks.watchdog import HANGING, LONG, STATUS, USUAL_STEPS, Phase, Status, Watchdog
 
 
@@ -52,15 +53,15 @@ def test_a_rank_that_waits_for_its_data_is_waited_for(tmp_path):
 
 
 @pytest.mark.parametrize("stopped", [0, 2])
-def test_a_silent_rank_is_named_when_the_step_is_overdue(stopped, monkeypatch, capsys):
+def test_a_silent_rank_is_named_when_the_step_is_overdue(stopped, tmp_path, monkeypatch, capsys):
     """Waiting for its answers, twice, is part of run.hang_after and not added to it."""
     now = [0.0]
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setenv("RANK", "1" if stopped == 0 else "0")
     monkeypatch.setattr("launch.ranks.watchdog.time.monotonic", lambda: now[0])
-    meeting = Meeting()
+    meeting = RanksMeeting()
     meeting.places = {rank: RankPlace(rank, "here", 7) for rank in range(3)}
-    watchdog = Watchdog(None, 20, meeting)
+    watchdog = Watchdog(tmp_path, 20, meeting)
     ended = Mock(wait=lambda seconds: now.__setitem__(0, now[0] + seconds), is_set=lambda: False)
 
     def ask(ranks, patience):
@@ -71,6 +72,7 @@ def test_a_silent_rank_is_named_when_the_step_is_overdue(stopped, monkeypatch, c
     monkeypatch.setattr(watchdog, "_ended", ended)
     monkeypatch.setattr(meeting, "ask", ask)
     monkeypatch.setattr(meeting, "tell_hanging", lambda ranks: None)
+    monkeypatch.setattr(watchdog, "_await_stacks", lambda ranks: None)  # the clock stands still
     monkeypatch.setattr("os._exit", Mock(side_effect=KeyboardInterrupt))
     watchdog._usual.append(1.0)
     watchdog.enter(Phase.COMPUTING, 5)
@@ -136,7 +138,7 @@ def test_a_step_that_compiles_again_is_no_usual_one():
 
 
 def watchdog_of_a_usual_step() -> Watchdog:
-    watchdog = Watchdog(None, 60)
+    watchdog = Watchdog(Path("of-no-run"), 60)
     watchdog._usual.append(1.0)
     watchdog.enter(Phase.COMPUTING, 3)
     return watchdog

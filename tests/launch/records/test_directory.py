@@ -23,8 +23,8 @@ from launch.console.arguments import run_directory
 from launch.machine import description
 from launch.records.admission import admit
 from launch.records.directory import RunDirectory
-from launch.records.facts import RunFacts
-from launch.records.metrics import SaveRecord, read_metrics, to_line
+from launch.records.facts import RunFacts, SaveOutcome
+from launch.records.metrics import read_metrics, to_line
 from launch.training.job import Job
 from launch.training.start import open_run_directory
 from recipes import catalog
@@ -224,7 +224,7 @@ def test_lost_checkpoints_are_told_from_a_first_save_that_never_was(tmp_path, sa
     run = create(tmp_path, own)
     add_steps(run, 6)
     with open(run.metrics_jsonl, "a") as file:
-        file.writelines(to_line(SaveRecord(6, 1, 0.1, 0.1, True, problem)) for problem in saves)
+        file.writelines(to_line(SaveOutcome(6, 1, 0.1, 0.1, True, problem)) for problem in saves)
     if status:
         run.result_json.write_text(json.dumps({"status": status, "steps": 6}))
     recorded = run.metrics_jsonl.read_text()

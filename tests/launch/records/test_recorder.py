@@ -19,8 +19,8 @@ from launch.machine import memory
 from launch.ranks.joining import StartClock
 from launch.records.facts import RECORDS_LOST, Ending, Peaks, SaveOutcome, Validation
 from launch.records.loss_plot import plot_loss
-from launch.records.metrics import START_PARTS, Records, read_metrics
-from launch.records.result import rates, read_result
+from launch.records.metrics import START_PARTS, Records, rates, read_metrics
+from launch.records.result import read_result
 from launch.training.engine import read_outcome
 from modeling import cost
 from recipes.families import TOKEN_FIGURES
@@ -432,7 +432,7 @@ def patched(place, error):
 STALE = OSError(errno.ESTALE, "Stale file handle")
 TROUBLES = {
     "a plot that cannot be drawn": (patched("loss_plot.plot_loss", ValueError("Key backend")), "Key backend"),
-    "no result to make": (patched("recorder.make_result", KeyError("odd")), "KeyError: 'odd'"),
+    "no result to make": (patched("result.make_result", KeyError("odd")), "KeyError: 'odd'"),
     "a directory in the place of result.json": (replaced_by_a_directory("result.json"), "Is a directory"),
     "a directory in the place of loss.png": (replaced_by_a_directory("loss.png"), "Is a directory"),
     "a flipped bit": (flipped, "metrics.jsonl:3: not UTF-8"),

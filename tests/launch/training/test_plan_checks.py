@@ -6,6 +6,7 @@ import pytest
 from launching import run, run_ranks
 from recorded import plan
 
+from ds_configs.plan import GPU
 from launch.machine import checks, drivers
 from launch.machine.checks import Check
 from launch.machine.description import VisibleGpu
@@ -30,6 +31,7 @@ def poor_machine(monkeypatch):
     """A V100 under a torch without kernels for it, with no room on its disk, and old packages."""
     for module in (checks, drivers):
         monkeypatch.setattr(module, "gpus", lambda with_free=False: [V100])
+    monkeypatch.setattr(processes, "device", lambda: GPU)
     monkeypatch.setattr(checks, "built_for", lambda: ["sm_75"])
     monkeypatch.setattr(checks, "free_bytes", lambda place: 1e3)
     monkeypatch.setattr(checks, "installed", lambda name: "1.0")

@@ -12,7 +12,7 @@ from launch.planning.prediction.constants import fitted_constants
 from launch.planning.prediction.forecast import speed
 from launch.planning.prediction.hardware import find
 from launch.planning.prediction.rank_memory import of_stage
-from launch.records.result import rates
+from launch.records.metrics import rates
 from modeling import cost
 
 GPU = find("v100-32x4").gpu
