@@ -13,6 +13,7 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -55,12 +56,9 @@ class _Given(argparse.Action):
         setattr(names, self.dest, values)
 
 
-# Flags of other scripts that run DeepSpeed -> what to do here.
-_OTHERS = {
-    "--deepspeed": "DeepSpeed always trains here; did you mean --ds_config?",
-    "--set": "this command trains nothing: its own flags are in --help",
-    "--deepspeed_config": "did you mean --ds_config? (--follow takes its numbers into the recipe)",
-}
+# words that argparse takes for flags
+_FLAG = re.compile(r"--?[A-Za-z][\w.-]*(=.*)?", re.DOTALL)
+_ALIKE = 0.7  # share of letters from which a flag is named as one that may be meant
 
 
 # A flag; what it excludes ("*": all) or, after "+", needs one of: flags, "--flag value", "--set key"; why.
@@ -78,23 +76,65 @@ class Parser(argparse.ArgumentParser):
         self.rules = rules
         self.register("action", None, _Given)
 
-    def parse_known_args(self, *args: Any, **more: Any) -> Any:
-        found, rest = super().parse_known_args(*args, **more)
-        problems = list(self._problems(found))
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse as argparse does. Raises ProblemsError: unknown words, and flags that exclude each other."""
+        self._typed = [*(sys.argv[1:] if args is None else args)]
+        found, rest = super().parse_known_args(self._typed, namespace)
+        problems = [*self._unknown(rest), *self._problems(found)]
         if problems:
             raise ProblemsError(problems)
         return found, rest
 
     def error(self, message: str) -> NoReturn:
-        """Refuse the command line; name flags that are spelt alike."""
-        for word in re.findall(
-            r"--[\w-]+", message.partition("unrecognized arguments: ")[2]
-        ):
-            flag = word.replace("-", "_").replace("__", "--", 1)
-            near = nearest(flag, self._option_string_actions, 1)
-            hint = _OTHERS.get(flag) or (f"did you mean {near[0]}?" if near else "")
-            message += f"\n{word}: {hint}" if hint else ""
-        super().error(message)
+        """Refuse the command line, with flags that are unknown."""
+        # the flags of a subcommand are its own
+        typed = [] if self._subparsers else self._typed
+        unknown = self._unknown([*filter(_FLAG.fullmatch, typed)])
+        came = message.removeprefix("argument ").removeprefix(": ")
+        raise ProblemsError([*unknown, Problem("", came, fix=self._see_help)])
+
+    @property
+    def _see_help(self) -> str:
+        return f"see {self.prog} --help"
+
+    def _unknown(self, words: Sequence[str]) -> Iterator[Problem]:
+        """Yield a problem for each unknown flag among the words, and for each word that belongs to none."""
+        known = self._option_string_actions
+        values = set[str]()
+        # each with the word after it, which may be its value
+        for word, following in pairwise([*self._typed, "-"]):
+            flag, _, value = word.partition("=")
+            if not _FLAG.fullmatch(word) or flag in known or word not in words:
+                continue
+            if not value and not following.startswith("-"):
+                value = following
+                values.add(value)
+            came = f"{flag} {value}".rstrip()
+            yield Problem(flag, came, "no such flag", self._meant(flag, value))
+        for word in words:
+            if word not in values and not _FLAG.fullmatch(word):
+                yield Problem("", word, "belongs to no flag", self._see_help)
+
+    def _meant(self, word: str, value: str) -> str:
+        """Say what to write for an unknown flag."""
+        from recipes import foreign_words, key_paths
+
+        own = list[str]()
+        for action in self._actions:
+            if action.help != argparse.SUPPRESS:
+                own += action.option_strings or [str(action.metavar)]
+        plain = word.lstrip("-").replace("-", "_")
+        if f"--{plain}" in own:
+            return f"did you mean --{plain}?"
+        said = foreign_words.in_command(plain, value, own)
+        if said:
+            return said
+        key = key_paths.key_named(plain)
+        if key and "--set" in own:
+            return f"write --set {key}={value or foreign_words.VALUE}"
+        names = [flag[2:] for flag in own if flag[:2] == "--" and flag != "--help"]
+        near = nearest(plain, names, 1, _ALIKE)
+        return f"did you mean --{near[0]}?" if near else self._see_help
 
     def _print_message(self, message: str, file: Any = None) -> None:
         """Print help, usage or an error; unlike argparse raise OSError where the output takes nothing."""
