@@ -42,7 +42,8 @@ def in_recipe(word: str) -> str:
 
 def ways(word: str) -> list[str]:
     """Return the pieces of commands for a word of others, as in the file; empty: nobody has it."""
-    return _table().get(word.lower().rpartition(".")[2], [])
+    plain = word.lstrip("-").lower()
+    return _table().get(plain.rpartition(".")[2], [])
 
 
 @functools.cache

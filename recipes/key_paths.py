@@ -124,12 +124,6 @@ def suggestion(path: Path) -> str:
     )
 
 
-def key_named(word: str) -> str | None:
-    """Return the key that is `word` or alone ends with it; None: no key does, or several."""
-    found = [key for key in paths() if f".{key}".endswith(f".{word}")]
-    return found[0] if len(found) == 1 else None
-
-
 def _model_at(path: Path) -> type[BaseModel] | None:
     """Return the model of a key's value, or of its list's parts."""
     level: type[BaseModel] | None = Recipe

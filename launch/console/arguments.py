@@ -83,58 +83,47 @@ class Parser(argparse.ArgumentParser):
         problems = [*self._unknown(rest), *self._problems(found)]
         if problems:
             raise ProblemsError(problems)
+        if rest:
+            self.error(f"{' '.join(rest)} belongs to no flag")
         return found, rest
 
     def error(self, message: str) -> NoReturn:
         """Refuse the command line, with flags that are unknown."""
         # the flags of a subcommand are its own
-        typed = [] if self._subparsers else self._typed
-        unknown = self._unknown([*filter(_FLAG.fullmatch, typed)])
+        unknown = [] if self._subparsers else self._unknown(self._typed)
         came = message.removeprefix("argument ").removeprefix(": ")
-        raise ProblemsError([*unknown, Problem("", came, fix=self._see_help)])
-
-    @property
-    def _see_help(self) -> str:
-        return f"see {self.prog} --help"
+        raise ProblemsError(
+            [*unknown, Problem("", came, fix=f"see {self.prog} --help")]
+        )
 
     def _unknown(self, words: Sequence[str]) -> Iterator[Problem]:
-        """Yield a problem for each unknown flag among the words, and for each word that belongs to none."""
-        known = self._option_string_actions
-        values = set[str]()
+        """Yield a problem for each unknown flag among the words."""
         # each with the word after it, which may be its value
         for word, following in pairwise([*self._typed, "-"]):
             flag, _, value = word.partition("=")
-            if not _FLAG.fullmatch(word) or flag in known or word not in words:
+            known = flag in self._option_string_actions or word not in words
+            if known or not _FLAG.fullmatch(word):
                 continue
             if not value and not following.startswith("-"):
                 value = following
-                values.add(value)
             came = f"{flag} {value}".rstrip()
             yield Problem(flag, came, "no such flag", self._meant(flag, value))
-        for word in words:
-            if word not in values and not _FLAG.fullmatch(word):
-                yield Problem("", word, "belongs to no flag", self._see_help)
 
     def _meant(self, word: str, value: str) -> str:
         """Say what to write for an unknown flag."""
-        from recipes import foreign_words, key_paths
+        from recipes import foreign_words
 
         own = list[str]()
         for action in self._actions:
             if action.help != argparse.SUPPRESS:
                 own += action.option_strings or [str(action.metavar)]
-        plain = word.lstrip("-").replace("-", "_")
-        if f"--{plain}" in own:
-            return f"did you mean --{plain}?"
-        said = foreign_words.in_command(plain, value, own)
-        if said:
-            return said
-        key = key_paths.key_named(plain)
-        if key and "--set" in own:
-            return f"write --set {key}={value or foreign_words.VALUE}"
-        names = [flag[2:] for flag in own if flag[:2] == "--" and flag != "--help"]
-        near = nearest(plain, names, 1, _ALIKE)
-        return f"did you mean --{near[0]}?" if near else self._see_help
+        flag = word.replace("-", "_").replace("__", "--", 1)
+        said = foreign_words.in_command(flag, value, own)
+        names = {each.lstrip("-"): each for each in own if each not in ("-h", "--help")}
+        near = nearest(flag.lstrip("-"), names, 1, _ALIKE)
+        if flag in own or (near and not said):
+            return f"did you mean {names[near[0]]}?"
+        return said or f"see {self.prog} --help"
 
     def _print_message(self, message: str, file: Any = None) -> None:
         """Print help, usage or an error; unlike argparse raise OSError where the output takes nothing."""

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from launch.console import arguments, terminal
@@ -26,7 +27,6 @@ from recipes.schema import Published, Recipe
 from recipes.tables import Table
 
 HERE = "this machine"
-RULES = (("--all", "--fits", "what fits is never folded"),)
 DEFAULT_TABLE = catalog.DEFAULT_RECIPE.partition("/")[0]
 MEASURED = {  # of a row, as its line says them
     "time_per_iteration_s": "{:g} s",
@@ -77,16 +77,15 @@ class ListedRecipe:
 def add_parser(commands: Any) -> None:
     """Add the subcommand `list` to the subparsers of launch/recipe.py."""
     about = "List the recipes, or those that fit a machine."
-    parser = arguments.subcommand(
-        commands, "list", "which recipes there are", about, rules=RULES
-    )
+    parser = arguments.subcommand(commands, "list", "which recipes there are", about)
     add = parser.add_argument
     own = "only this table; repeatable"
     add("tables", nargs="*", metavar="TABLE", help=own)
     add("--all", action="store_true", help="show every row of the published tables too")
-    states = "only rows that fit this machine, or a NODE of plan.py such as 4xv100-32, by the planner's memory"
+    states = "only what fits this machine, or a NODE of plan.py such as 4xv100-32, by the planner's memory"
     fits = (
-        f"{states}, activations included, as written or with fewer data-parallel ranks"
+        f"{states}, activations included, as written or with fewer data-parallel ranks; by size of the model, "
+        "and row by row with TABLE or --all"
     )
     add("--fits", nargs="?", const=HERE, metavar="NODE", help=fits)
     parser.set_defaults(run=run)
@@ -111,7 +110,9 @@ def run(args: argparse.Namespace) -> int:
         node = node_of(args.fits)
         memory = node.memory
         rows = fitting(rows, node)
-    print(as_text(rows, memory, terminal.columns(), args.fits))
+    by_size = memory and rows and not (args.tables or args.all)
+    shown = sizes_text if by_size else as_text
+    print(shown(rows, memory, terminal.columns(), args.fits))
     if folded:
         print(f"\n{fold(folded, terminal.columns())}")
     return 0
@@ -209,15 +210,40 @@ def as_text(
         "GPUs: as printed"
     )
     if memory:
-        notes.append(
-            f"{node}: {memory}; memory as launch/plan.py predicts it, {error('memory')}"
-        )
+        notes.append(_measured(node, memory))
     if any(row.has_stand_ins for row in rows):
         notes.append(
             "?: values that no source gives stand in for some of the row; show says which"
         )
     page.add([terminal.wrapped(note, width) for note in notes])
     return str(page)
+
+
+def sizes_text(
+    rows: Sequence[ListedRecipe],
+    memory: Memory | None = None,
+    width: int | None = None,
+    node: str = HERE,
+) -> str:
+    """Name a recipe of each size among the rows, the smallest of a family first."""
+    of_size = dict[tuple[str, int], ListedRecipe]()
+    for row in rows:
+        model = row.recipe.model
+        size = cost.parameters(model, row.recipe.positions)
+        of_size.setdefault((model.facts.title, size), row)
+    lines = []
+    for (family, size), row in sorted(of_size.items(), key=itemgetter(0)):
+        name = f"{row.table.name}/{row.name}"
+        lines.append((family, short_count(size), name, row.fits))
+    page = Page(width)
+    note = f"{_measured(node, memory)}; --all shows all {len(rows)} recipes that fit"
+    page.table(lines, ("model", "size", "such as", "fits"), "lrll", below=[note])
+    return str(page)
+
+
+def _measured(node: str | None, memory: Memory | None) -> str:
+    """Say how much memory there is, and how that of recipes is known."""
+    return f"{node}: {memory}; memory as launch/plan.py predicts it, {error('memory')}"
 
 
 def published_text(published: Published | None) -> str:

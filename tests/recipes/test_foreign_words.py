@@ -31,7 +31,7 @@ NAMES = {
             rampup_batch_size save save_interval tensorboard_dir tokenizer_model train_iters train_samples
             vocab_file wandb_project
         """,
-        "megatron/training/config/common_config.py": "profile_step_end profile_step_start",
+        "megatron/training/config/common_config.py": "profile_step_end profile_step_start seed",
         "megatron/core/model_parallel_config.py": """
             bf16 fp16 pipeline_model_parallel_size sequence_parallel tensor_model_parallel_size
         """,
@@ -48,7 +48,7 @@ NAMES = {
             keep_last_n_checkpoints load log_interval loss_scale lr lr_decay_iters lr_decay_style
             make_vocab_size_divisible_by max_position_embeddings maximum_tokens min_lr model_parallel_size
             num_attention_heads num_layers num_samples num_workers optimizer_type pipe_parallel_size
-            precision profile profile_step_start profile_step_stop save seq_length sequence_parallel
+            precision profile profile_step_start profile_step_stop save seed seq_length sequence_parallel
             short_seq_prob split tensorboard_dir train_data_paths train_epochs train_iters use_wandb
             vocab_file wandb_project warmup weight_decay zero_stage
         """,
@@ -64,9 +64,9 @@ NAMES = {
         """,
         "litgpt/pretrain.py": """
             data devices initial_checkpoint_dir logger_name model_config model_name num_nodes out_dir
-            precision tokenizer_dir
+            precision seed tokenizer_dir
         """,
-        "litgpt/config.py": "block_size n_embd n_head n_layer",
+        "litgpt/config.py": "block_size n_embd n_head n_layer vocab_size",
         "litgpt/finetune/lora.py": "checkpoint_dir lora_alpha lora_r",
         "litgpt/generate/base.py": "num_samples",
     },
@@ -140,7 +140,7 @@ TYPED = {
     "pretrain --init-from x --plam": "--plam: no such flag; did you mean --plan?",
     "pretrain --nosuch": "--nosuch: no such flag; see ",
     "pretrain --steps x --lr 1": "write --set optimizer.lr=1\n--steps: x: give a whole number",
-    "pretrain here": "here: belongs to no flag; see ",
+    "pretrain here": "here belongs to no flag; see ",
     "finetune --learning_rate 1e-5": "write --lr 1e-5\nthe following arguments are required: --task",
     "generate --max_new_tokens 50 RUN": "--max_new_tokens 50: no such flag; write --tokens 50",
     "score --model RUN": "write MODEL as the first word without a flag",
