@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import shlex
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +28,14 @@ from launch.machine import description
 from launch.ranks import joining, processes
 from launch.records.facts import Ending
 from launch.records.plan_text import titled
-from launch.training.start import RUN_RULES, add_run_arguments, job_of, launch, text_of
+from launch.training.start import (
+    RUN_RULES,
+    add_run_arguments,
+    job_of,
+    launch,
+    say_on_rank_0,
+    text_of,
+)
 from modeling import cost
 from recipes import catalog
 from recipes.files import checked, path_of
@@ -133,11 +141,22 @@ def build_parser() -> argparse.ArgumentParser:
         ("--adopt_optimizer", "+--adopt", OF_ADOPTED),
         ("--regroup", "+--adopt", OF_ADOPTED),
         ("--follow", "--ds_config, --set ds_config", "both name the DeepSpeed JSON"),
+        (
+            "--epochs",
+            "--set steps, --branch, --adopt, --follow",
+            "both say how long the training is",
+        ),
         *arguments.TEXT_RULES,
         *RUN_RULES,
     )
     parser = arguments.command(__doc__, EXAMPLES, rules)
     arguments.add_recipe_arguments(parser, text=True)
+    epochs = (
+        "train for so many epochs of the text, instead of the recipe's steps; the learning-rate schedule ends "
+        "with them"
+    )
+    number = arguments.number(0, 10**6)
+    parser.add_argument("--epochs", type=number, metavar="X", help=epochs)
     parser.add_argument("--list", action="store_true", help="list the recipes and exit")
     follow = (
         "DeepSpeed JSON as --ds_config, whose batch, optimizer, clipping, schedule and precision the recipe "
@@ -195,7 +214,8 @@ def checked_job(args: argparse.Namespace) -> Job:
         trained = not (follows and args.plan)  # else the plan tells it
         load = partial(catalog.load, recipe_name, tiny=tiny, trained=trained)
         begin = adopts.begun if adopts else load
-        recipe = titled(begin(args.set, steps=args.steps, laid=laid), original)
+        settings = with_epochs(args, partial(load, laid=laid))
+        recipe = titled(begin(settings, steps=args.steps, laid=laid), original)
     if recipe.task is not None:
         fix = f"python launch/finetune.py --task {recipe.task.name} --init DIR"
         raise ProblemsError.of(
@@ -224,6 +244,17 @@ def checked_job(args: argparse.Namespace) -> Job:
         taken = None if source.path == job.directory else source.path
         job = replace(job, recipe_of=taken)
     return replace(job, original=original, tiny=tiny, outcome=sampled)
+
+
+def with_epochs(args: argparse.Namespace, load: Callable[..., Recipe]) -> list[str]:
+    """Return the texts of --set, with the steps that --epochs is. Raises ValueError."""
+    settings: list[str] = args.set
+    if args.epochs is None:
+        return settings
+    from launch.training.epochs import steps_of
+
+    steps = steps_of(load(settings), args.epochs, say_on_rank_0)
+    return [*settings, f"steps={steps}"]
 
 
 def sampled(job: Job, corpus: Corpus) -> Ending:
