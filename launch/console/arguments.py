@@ -58,7 +58,7 @@ class _Given(argparse.Action):
 
 # words that argparse takes for flags
 _FLAG = re.compile(r"--?[A-Za-z][\w.-]*(=.*)?", re.DOTALL)
-_ALIKE = 0.7  # share of letters from which a flag is named as one that may be meant
+_ALIKE = 0.75  # share of letters from which a flag is named as one that may be meant
 
 
 # A flag; what it excludes ("*": all) or, after "+", needs one of: flags, "--flag value", "--set key"; why.
@@ -117,12 +117,11 @@ class Parser(argparse.ArgumentParser):
         for action in self._actions:
             if action.help != argparse.SUPPRESS:
                 own += action.option_strings or [str(action.metavar)]
-        flag = word.replace("-", "_").replace("__", "--", 1)
+        flag = f"--{word.lstrip('-').replace('-', '_')}"
         said = foreign_words.in_command(flag, value, own)
-        names = {each.lstrip("-"): each for each in own if each not in ("-h", "--help")}
-        near = nearest(flag.lstrip("-"), names, 1, _ALIKE)
-        if flag in own or (near and not said):
-            return f"did you mean {names[near[0]]}?"
+        near = nearest(flag, own, 1, _ALIKE)
+        if near and (flag in own or not said):
+            return f"did you mean {near[0]}?"
         return said or f"see {self.prog} --help"
 
     def _print_message(self, message: str, file: Any = None) -> None:

@@ -7,12 +7,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from operator import itemgetter
 from typing import Any
 
 from launch.console import arguments, terminal
 from launch.console.text_table import Page
-from launch.machine.memory import Memory, this_machine
+from launch.machine.memory import this_machine
 from launch.planning.memory_fit import fit, how
 from launch.planning.prediction import hardware
 from launch.planning.prediction.forecast_text import error
@@ -105,14 +104,14 @@ def run(args: argparse.Namespace) -> int:
         )
     )
     terminal.quiet_libraries()
-    memory = None
+    fits = ""
     if args.fits:
         node = node_of(args.fits)
-        memory = node.memory
         rows = fitting(rows, node)
-    by_size = memory and rows and not (args.tables or args.all)
+        fits = f"{args.fits}: {node.memory}; memory as launch/plan.py predicts it, {error('memory')}"
+    by_size = fits and rows and not (args.tables or args.all)
     shown = sizes_text if by_size else as_text
-    print(shown(rows, memory, terminal.columns(), args.fits))
+    print(shown(rows, fits, terminal.columns()))
     if folded:
         print(f"\n{fold(folded, terminal.columns())}")
     return 0
@@ -183,14 +182,11 @@ def _filled(rows: Sequence[ListedRecipe]) -> list[str]:
 
 
 def as_text(
-    rows: Sequence[ListedRecipe],
-    memory: Memory | None = None,
-    width: int | None = None,
-    node: str | None = HERE,
+    rows: Sequence[ListedRecipe], fits: str = "", width: int | None = None
 ) -> str:
-    """Describe the rows in a block per table, with a legend. `memory`: of the node of --fits."""
+    """Describe the rows in a block per table, with a legend. `fits`: the machine that all of them fit."""
     if not rows:
-        return f"no recipe fits {node}: {memory}" if memory else "no recipe"
+        return f"no recipe fits {fits}" if fits else "no recipe"
     page = Page(width)
     for name, listed in groupby(rows, key=lambda row: row.table.name):
         own = list(listed)
@@ -209,8 +205,8 @@ def as_text(
         "size: parameters, each once; tp x pp x dp: tensor, and data-parallel ranks; "
         "GPUs: as printed"
     )
-    if memory:
-        notes.append(_measured(node, memory))
+    if fits:
+        notes.append(fits)
     if any(row.has_stand_ins for row in rows):
         notes.append(
             "?: values that no source gives stand in for some of the row; show says which"
@@ -219,12 +215,7 @@ def as_text(
     return str(page)
 
 
-def sizes_text(
-    rows: Sequence[ListedRecipe],
-    memory: Memory | None = None,
-    width: int | None = None,
-    node: str = HERE,
-) -> str:
+def sizes_text(rows: Sequence[ListedRecipe], fits: str, width: int | None) -> str:
     """Name a recipe of each size among the rows, the smallest of a family first."""
     of_size = dict[tuple[str, int], ListedRecipe]()
     for row in rows:
@@ -232,18 +223,14 @@ def sizes_text(
         size = cost.parameters(model, row.recipe.positions)
         of_size.setdefault((model.facts.title, size), row)
     lines = []
-    for (family, size), row in sorted(of_size.items(), key=itemgetter(0)):
+    for family, size in sorted(of_size):
+        row = of_size[family, size]
         name = f"{row.table.name}/{row.name}"
         lines.append((family, short_count(size), name, row.fits))
     page = Page(width)
-    note = f"{_measured(node, memory)}; --all shows all {len(rows)} recipes that fit"
-    page.table(lines, ("model", "size", "such as", "fits"), "lrll", below=[note])
+    below = f"{fits}; --all shows all {len(rows)} recipes that fit"
+    page.table(lines, ("model", "size", "such as", "fits"), "lrll", below=[below])
     return str(page)
-
-
-def _measured(node: str | None, memory: Memory | None) -> str:
-    """Say how much memory there is, and how that of recipes is known."""
-    return f"{node}: {memory}; memory as launch/plan.py predicts it, {error('memory')}"
 
 
 def published_text(published: Published | None) -> str:
