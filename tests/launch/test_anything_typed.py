@@ -310,7 +310,6 @@ APART = {
     "plan search --largest --top 3": "--largest with --top",
     "plan search --largest --set model.hidden=64": "--largest with --set model.hidden",
     "compare_layouts --list --tiny": "--list with --tiny",
-    "recipe list --all --fits": "--all with --fits",
     "show_data --hashes 1 --samples 3": "--hashes with --samples",
     "show_data --summary --split test": "--summary with --split",
     "show_data --summary 9 --hashes 1": "--summary with --hashes",
