@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +32,7 @@ from launch.training.start import (
     job_of,
     launch,
     plan_of,
+    say_on_rank_0,
     text_of,
 )
 from modeling import cost
@@ -138,11 +141,22 @@ def build_parser() -> argparse.ArgumentParser:
         ("--adopt_optimizer", "+--adopt", OF_ADOPTED),
         ("--regroup", "+--adopt", OF_ADOPTED),
         ("--follow", "--ds_config, --set ds_config", "both name the DeepSpeed JSON"),
+        (
+            "--epochs",
+            "--set steps, --branch, --adopt, --follow",
+            "both say how long the training is",
+        ),
         *arguments.TEXT_RULES,
         *RUN_RULES,
     )
     parser = arguments.command(__doc__, EXAMPLES, rules)
     arguments.add_recipe_arguments(parser, text=True)
+    epochs = (
+        "train for so many epochs of the text, instead of the recipe's steps; the learning-rate schedule ends "
+        "with them"
+    )
+    number = arguments.number(0, 10**6)
+    parser.add_argument("--epochs", type=number, metavar="X", help=epochs)
     parser.add_argument("--list", action="store_true", help="list the recipes and exit")
     follow = (
         "DeepSpeed JSON as --ds_config, whose batch, optimizer, clipping, schedule and precision the recipe "
@@ -276,13 +290,13 @@ def recipe_of(
     elif beginning.adoption:
         recipe = beginning.adoption.begun(args.set, settings, args.steps)
     else:
-        recipe = beginning.named.changed(
-            args.set,
-            beginning.shrinks,
-            args.steps,
-            settings,
+        change = partial(
+            beginning.named.changed,
+            tiny=beginning.shrinks,
+            settings=settings,
             trained=not (followed and args.plan),  # else the plan tells it
         )
+        recipe = change(with_epochs(args, change), steps=args.steps)
     if recipe.task is not None:
         fix = f"python launch/finetune.py --task {recipe.task.name} --init DIR"
         raise ProblemsError.of(
@@ -312,6 +326,17 @@ def with_hint(
     came = f"--follow {config} instead of --ds_config"
     hint = Problem("--follow", came, "the recipe takes what the JSON states")
     return ConfigError([*refused.problems, hint])
+
+
+def with_epochs(args: argparse.Namespace, load: Callable[..., Recipe]) -> list[str]:
+    """Return the texts of --set, with the steps that --epochs is. Raises ValueError."""
+    settings: list[str] = args.set
+    if args.epochs is None:
+        return settings
+    from launch.training.epochs import steps_of
+
+    steps = steps_of(load(settings), args.epochs, say_on_rank_0)
+    return [*settings, f"steps={steps}"]
 
 
 def sampled(job: Job, corpus: Corpus) -> Ending:

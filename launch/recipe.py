@@ -20,7 +20,7 @@ examples:
       what to run first, then our other recipes, and a line for each published
       table; list TABLE shows its rows, list --all all of them
   python launch/recipe.py list --fits
-      the rows whose weights, gradients and optimizer states fit this machine
+      a row of each size that fits this machine; with --all every row that does
   python launch/recipe.py show dgx2_gpt2_model_parallel/72x3072-h32-tp8
       one row: everything resolved, what was published, what is inferred or
       unknown, how to launch it

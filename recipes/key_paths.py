@@ -18,24 +18,6 @@ from recipes.schema import Recipe
 
 Path = Sequence[str | int]  # of keys, and indices of the parts of a list
 Difference = tuple[str, Any, Any]  # dotted key, old value, new value
-# Key -> words that others use for it.
-_MEANT = {
-    "data.name": "path paths file files folder dir directory dataset corpus data_path train_file",
-    "data.text_column": "column field text_field text_key",
-    "model.layers": "n_layer n_layers num_layers num_hidden_layers depth",
-    "model.hidden": "n_embd d_model hidden_size width",
-    "model.heads": "n_head n_heads num_heads num_attention_heads",
-    "model.positions": "n_positions max_position_embeddings",
-    "sequence_length": "seq_len seq_length block_size context_length max_length",
-    "batch.global": "batch_size train_batch_size global_batch_size",
-    "batch.micro": "micro_batch_size train_micro_batch_size_per_gpu per_device_train_batch_size",
-    "batch.accumulation": "gradient_accumulation_steps grad_accum",
-    "optimizer.lr": "learning_rate rate max_lr",
-    "optimizer.clip": "gradient_clipping clip_grad max_grad_norm grad_clip",
-    "steps": "max_steps train_iters iterations max_iters num_steps",
-    "schedule.warmup_steps": "warmup warmup_iters num_warmup_steps",
-}
-_MEANINGS = {word: key for key, words in _MEANT.items() for word in words.split()}
 
 
 def submodel(annotation: Any) -> type[BaseModel] | None:
@@ -109,6 +91,8 @@ def is_text(path: Path) -> bool:
 
 def suggestion(path: Path) -> str:
     """Suggest keys for an unknown one: siblings spelt alike, or the same word elsewhere."""
+    from recipes import foreign_words
+
     for end in range(1, len(path)):
         if (
             isinstance(path[end], str)
@@ -119,8 +103,9 @@ def suggestion(path: Path) -> str:
     level = _model_at(path[:-1])
     last = str(path[-1])
     siblings = list(children(level)) if level else []
-    if last in _MEANINGS:
-        return f"did you mean {_MEANINGS[last]}?"
+    foreign = foreign_words.in_recipe(last.replace("-", "_"))
+    if foreign:
+        return foreign
     near = nearest(last, siblings)
     if near:
         return (

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -55,12 +56,9 @@ class _Given(argparse.Action):
         setattr(names, self.dest, values)
 
 
-# Flags of other scripts that run DeepSpeed -> what to do here.
-_OTHERS = {
-    "--deepspeed": "DeepSpeed always trains here; did you mean --ds_config?",
-    "--set": "this command trains nothing: its own flags are in --help",
-    "--deepspeed_config": "did you mean --ds_config? (--follow takes its numbers into the recipe)",
-}
+# words that argparse takes for flags
+_FLAG = re.compile(r"--?[A-Za-z][\w.-]*(=.*)?", re.DOTALL)
+_ALIKE = 0.75  # share of letters from which a flag is named as one that may be meant
 
 
 # A flag; what it excludes ("*": all) or, after "+", needs one of: flags, "--flag value", "--set key"; why.
@@ -78,23 +76,53 @@ class Parser(argparse.ArgumentParser):
         self.rules = rules
         self.register("action", None, _Given)
 
-    def parse_known_args(self, *args: Any, **more: Any) -> Any:
-        found, rest = super().parse_known_args(*args, **more)
-        problems = list(self._problems(found))
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse as argparse does. Raises ProblemsError: unknown words, and flags that exclude each other."""
+        self._typed = [*(sys.argv[1:] if args is None else args)]
+        found, rest = super().parse_known_args(self._typed, namespace)
+        problems = [*self._unknown(rest), *self._problems(found)]
         if problems:
             raise ProblemsError(problems)
+        if rest:
+            self.error(f"{' '.join(rest)} belongs to no flag")
         return found, rest
 
     def error(self, message: str) -> NoReturn:
-        """Refuse the command line; name flags that are spelt alike."""
-        for word in re.findall(
-            r"--[\w-]+", message.partition("unrecognized arguments: ")[2]
-        ):
-            flag = word.replace("-", "_").replace("__", "--", 1)
-            near = nearest(flag, self._option_string_actions, 1)
-            hint = _OTHERS.get(flag) or (f"did you mean {near[0]}?" if near else "")
-            message += f"\n{word}: {hint}" if hint else ""
-        super().error(message)
+        """Refuse the command line, with flags that are unknown."""
+        # the flags of a subcommand are its own
+        unknown = [] if self._subparsers else self._unknown(self._typed)
+        came = message.removeprefix("argument ").removeprefix(": ")
+        raise ProblemsError(
+            [*unknown, Problem("", came, fix=f"see {self.prog} --help")]
+        )
+
+    def _unknown(self, words: Sequence[str]) -> Iterator[Problem]:
+        """Yield a problem for each unknown flag among the words."""
+        # each with the word after it, which may be its value
+        for word, following in pairwise([*self._typed, "-"]):
+            flag, _, value = word.partition("=")
+            known = flag in self._option_string_actions or word not in words
+            if known or not _FLAG.fullmatch(word):
+                continue
+            if not value and not following.startswith("-"):
+                value = following
+            came = f"{flag} {value}".rstrip()
+            yield Problem(flag, came, "no such flag", self._meant(flag, value))
+
+    def _meant(self, word: str, value: str) -> str:
+        """Say what to write for an unknown flag."""
+        from recipes import foreign_words
+
+        own = list[str]()
+        for action in self._actions:
+            if action.help != argparse.SUPPRESS:
+                own += action.option_strings or [str(action.metavar)]
+        flag = f"--{word.lstrip('-').replace('-', '_')}"
+        said = foreign_words.in_command(flag, value, own)
+        near = nearest(flag, own, 1, _ALIKE)
+        if near and (flag in own or not said):
+            return f"did you mean {near[0]}?"
+        return said or f"see {self.prog} --help"
 
     def _print_message(self, message: str, file: Any = None) -> None:
         """Print help, usage or an error; unlike argparse raise OSError where the output takes nothing."""

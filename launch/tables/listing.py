@@ -11,7 +11,7 @@ from typing import Any
 
 from launch.console import arguments, terminal
 from launch.console.text_table import Page
-from launch.machine.memory import Memory, this_machine
+from launch.machine.memory import this_machine
 from launch.planning.memory_fit import fit, how
 from launch.planning.prediction import hardware
 from launch.planning.prediction.forecast_text import error
@@ -26,7 +26,6 @@ from recipes.schema import Published, Recipe
 from recipes.tables import Table
 
 HERE = "this machine"
-RULES = (("--all", "--fits", "what fits is never folded"),)
 DEFAULT_TABLE = catalog.DEFAULT_RECIPE.partition("/")[0]
 MEASURED = {  # of a row, as its line says them
     "time_per_iteration_s": "{:g} s",
@@ -77,16 +76,15 @@ class ListedRecipe:
 def add_parser(commands: Any) -> None:
     """Add the subcommand `list` to the subparsers of launch/recipe.py."""
     about = "List the recipes, or those that fit a machine."
-    parser = arguments.subcommand(
-        commands, "list", "which recipes there are", about, rules=RULES
-    )
+    parser = arguments.subcommand(commands, "list", "which recipes there are", about)
     add = parser.add_argument
     own = "only this table; repeatable"
     add("tables", nargs="*", metavar="TABLE", help=own)
     add("--all", action="store_true", help="show every row of the published tables too")
-    states = "only rows that fit this machine, or a NODE of plan.py such as 4xv100-32, by the planner's memory"
+    states = "only what fits this machine, or a NODE of plan.py such as 4xv100-32, by the planner's memory"
     fits = (
-        f"{states}, activations included, as written or with fewer data-parallel ranks"
+        f"{states}, activations included, as written or with fewer data-parallel ranks; by size of the model, "
+        "and row by row with TABLE or --all"
     )
     add("--fits", nargs="?", const=HERE, metavar="NODE", help=fits)
     parser.set_defaults(run=run)
@@ -106,12 +104,14 @@ def run(args: argparse.Namespace) -> int:
         )
     )
     terminal.quiet_libraries()
-    memory = None
+    fits = ""
     if args.fits:
         node = node_of(args.fits)
-        memory = node.memory
         rows = fitting(rows, node)
-    print(as_text(rows, memory, terminal.columns(), args.fits))
+        fits = f"{args.fits}: {node.memory}; memory as launch/plan.py predicts it, {error('memory')}"
+    by_size = fits and rows and not (args.tables or args.all)
+    shown = sizes_text if by_size else as_text
+    print(shown(rows, fits, terminal.columns()))
     if folded:
         print(f"\n{fold(folded, terminal.columns())}")
     return 0
@@ -182,14 +182,11 @@ def _filled(rows: Sequence[ListedRecipe]) -> list[str]:
 
 
 def as_text(
-    rows: Sequence[ListedRecipe],
-    memory: Memory | None = None,
-    width: int | None = None,
-    node: str | None = HERE,
+    rows: Sequence[ListedRecipe], fits: str = "", width: int | None = None
 ) -> str:
-    """Describe the rows in a block per table, with a legend. `memory`: of the node of --fits."""
+    """Describe the rows in a block per table, with a legend. `fits`: the machine that all of them fit."""
     if not rows:
-        return f"no recipe fits {node}: {memory}" if memory else "no recipe"
+        return f"no recipe fits {fits}" if fits else "no recipe"
     page = Page(width)
     for name, listed in groupby(rows, key=lambda row: row.table.name):
         own = list(listed)
@@ -208,15 +205,31 @@ def as_text(
         "size: parameters, each once; tp x pp x dp: tensor, and data-parallel ranks; "
         "GPUs: as printed"
     )
-    if memory:
-        notes.append(
-            f"{node}: {memory}; memory as launch/plan.py predicts it, {error('memory')}"
-        )
+    if fits:
+        notes.append(fits)
     if any(row.has_stand_ins for row in rows):
         notes.append(
             "?: values that no source gives stand in for some of the row; show says which"
         )
     page.add([terminal.wrapped(note, width) for note in notes])
+    return str(page)
+
+
+def sizes_text(rows: Sequence[ListedRecipe], fits: str, width: int | None) -> str:
+    """Name a recipe of each size among the rows, the smallest of a family first."""
+    of_size = dict[tuple[str, int], ListedRecipe]()
+    for row in rows:
+        model = row.recipe.model
+        size = cost.parameters(model, row.recipe.positions)
+        of_size.setdefault((model.facts.title, size), row)
+    lines = []
+    for family, size in sorted(of_size):
+        row = of_size[family, size]
+        name = f"{row.table.name}/{row.name}"
+        lines.append((family, short_count(size), name, row.fits))
+    page = Page(width)
+    below = f"{fits}; --all shows all {len(rows)} recipes that fit"
+    page.table(lines, ("model", "size", "such as", "fits"), "lrll", below=[below])
     return str(page)
 
 

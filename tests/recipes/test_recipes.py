@@ -158,7 +158,8 @@ def test_what_fields_and_layout_owe_each_other_comes_with_what_is_wrong_in_field
     found = problems(f"{path}/two")
     expected = (
         f"sped: unknown key; did you mean seed? ({path}:16)",
-        f"schedule.warmup: unknown key; did you mean schedule.warmup_steps? ({path}:19)",
+        "schedule.warmup: unknown key; did you mean schedule.warmup_steps=N (in steps, not as a share of the "
+        f"training)? ({path}:19)",
         f"seed='high': should be a valid integer ({path}:15)",
         f"precision='fp8': should be 'auto', 'fp32', 'bf16' or 'fp16' ({path}:17)",
         "schedule.min_lr=0.001 is above optimizer.lr=1e-05",

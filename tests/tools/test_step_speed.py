@@ -13,6 +13,7 @@ import pytest
 import torch
 from launching import WORKERS, run_ranks
 
+from launch.console import ends
 from modeling import cost
 from recipes import catalog
 from tools import benchmark
@@ -167,5 +168,5 @@ def test_what_cannot_be_measured_is_refused_first(flags, said, monkeypatch, caps
     monkeypatch.setattr(sys, "argv", ["benchmark.py", "step", *flags])
     monkeypatch.setattr(step, "Worker", lambda *_: pytest.fail("started"))
     with pytest.raises(SystemExit) as end:
-        benchmark.main()
+        ends.run(benchmark.main)
     assert end.value.code == 2 and said in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Hardware by the names that people type: 4xv100-32, 2x3090, v100-32x8, h100.
+"""Hardware by the names that people type: 4xv100-32, 2x3090, v100-32x8, h100, 8 H100.
 
 A name is a GPU of the catalogue, with a number of them before or after it. It means the first node of the
 catalogue with so many of that GPU, or some of the GPUs of a larger node there. Where the catalogue has
@@ -13,10 +13,21 @@ from typing import Any, NamedTuple
 
 from recipes.problems import ProblemsError, did_you_mean, either
 
-_COUNT_BEFORE = re.compile(r"(\d{1,4})x(?=.)")
-_COUNT_BEHIND = re.compile(r"x(\d{1,4})$")
+_COUNT_BEFORE = re.compile(r"^(\d{1,4}) *[x*] *(?=.)")
+_COUNT_APART = re.compile(r"^(\d{1,3}) +(?=.)")
+_COUNT_BEHIND = re.compile(r"(?<!rt) *[x*] *(\d{1,4})$")
 # What makers and shops add to a GPU's name.
 _IDLE = re.compile(r"nvidia|amd|geforce|tesla|instinct|rtx|sxm\d?|hbm\d?e?|gpus?|")
+_OWN = "(or FILE.yaml:NODE of your own: docs/planning.md)"
+_LAPTOP = "laptop"
+# Names of what no plan is made for -> why.
+_ELSEWHERE = {
+    r"\bm[1-9]\b|apple|\bmac|\bmps\b": "a Mac trains nothing here, which needs Linux",
+    r"\btpu": "DeepSpeed does not train on TPUs",
+    r"gaudi|\bhpu\b|\barc\b|\bxpu\b": "nothing was tried on Intel's accelerators",
+    r"\bcpus?\b": "a plan is for GPUs; pretrain.py --plan is for this machine, too",
+    rf"{_LAPTOP}|mobile": "a laptop's GPU is slower than the card of its name",
+}
 
 
 class Typed(NamedTuple):
@@ -39,12 +50,16 @@ def read(
     count, rest = _counted(name.lower())
     words = _words(rest)
     meant = [gpu for gpu in gpus if words and words <= _words(gpu)]
+    if _LAPTOP not in words:
+        meant = [gpu for gpu in meant if _LAPTOP not in gpu]
     exact = [gpu for gpu in meant if words == _words(gpu)]
     meant = exact or meant
     came = f"{flag} {name[:100]}"
     if not meant:
-        fix = did_you_mean(rest, {*gpus, *nodes})
-        raise ProblemsError.of(flag, came, "no such node or GPU", fix)
+        whys = (why for form, why in _ELSEWHERE.items() if re.search(form, rest))
+        rule = next(whys, "no such node or GPU")
+        fix = f"{did_you_mean(rest, {*gpus, *nodes})} {_OWN}"
+        raise ProblemsError.of(flag, came, rule, fix)
     if len(meant) > 1:
         of_these = [node for node, form in nodes.items() if form["gpu"] in meant]
         rule = f"it may be {either(meant)}"
@@ -55,7 +70,8 @@ def read(
 
 def _counted(name: str) -> tuple[int | None, str]:
     """Take the number of GPUs off a name; None: it has none."""
-    for found in (_COUNT_BEFORE.match(name), _COUNT_BEHIND.search(name)):
+    for form in (_COUNT_BEFORE, _COUNT_APART, _COUNT_BEHIND):
+        found = form.search(name)
         if found:
             return int(found[1]), name[: found.start()] + name[found.end() :]
     return None, name

@@ -46,7 +46,7 @@ def test_every_row_has_one_verdict_whoever_asks(monkeypatch, capsys):
 
     monkeypatch.setenv("COLUMNS", "500")
     table, listed = "", {}
-    for line in output(recipes_command.main, "list", "--fits", "4xv100-32")[1].splitlines():
+    for line in output(recipes_command.main, "list", "--all", "--fits", "4xv100-32")[1].splitlines():
         if not line.startswith(" "):
             table = line.partition(":")[0]
         else:
@@ -71,6 +71,12 @@ def test_every_row_has_one_verdict_whoever_asks(monkeypatch, capsys):
                 output(command.main, *asked)
             assert error.value.problems == found.problems and str(found.problems[0]) in text, name
     assert 30 < refused < 60 and len(listed) > 60
+    _, by_size = output(recipes_command.main, "list", "--fits", "4xv100-32")
+    heading, *lines, _ = by_size.splitlines()
+    assert heading.split() == ["model", "size", "such", "as", "fits"] and 15 < len(lines) < 30
+    assert [line.split()[:2] for line in lines][-1] == ["GPT-2", "4.24B"]
+    assert {line.split()[2] for line in lines} <= {*listed}
+    assert "all 69 recipes that fit" in by_size
 
 
 def test_more_nodes_are_those_that_are_asked_for():

@@ -15,7 +15,7 @@ from launch.planning import memory_fit, resolved_plans
 from launch.planning.prediction import hardware
 from launch.tables import listing, showing
 from recipes import catalog
-from recipes.problems import RecipeError
+from recipes.problems import ProblemsError, RecipeError
 
 # Rows that describe a run, counted in the documents. The Megatron paper's four lines are two runs each.
 ROWS = {
@@ -192,7 +192,7 @@ def test_show_of_a_users_row(capsys, tmp_path):
     refused = "cannot be run as it is: batch.global=8 is not divisible by dp=3"
     assert refused in capsys.readouterr().out
     sys.argv = ["recipe.py", "show", f"{table}/small", "--yaml", "--ds_json"]
-    with pytest.raises(SystemExit):
+    with pytest.raises(ProblemsError, match="not allowed with"):
         command.main()
     text = output(capsys, "show", f"{table}/small")
     assert "hardware    any" in text and "\npublished" not in text and f"--recipe '{table}/small'" in text

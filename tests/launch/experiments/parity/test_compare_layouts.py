@@ -16,6 +16,7 @@ from launching import run
 
 from ds_configs.plan import HOST, Machine
 from launch import compare_layouts
+from launch.console import ends
 from launch.experiments.parity import comparison
 from launch.experiments.parity.comparison import RunOutcome, compare, read_outcome
 from launch.experiments.parity.layout_cases import CASES, FORCED, REFERENCE, LayoutCase, case_plan
@@ -191,9 +192,9 @@ def test_a_failing_layout_keeps_no_other_from_running(tmp_path):
             ["--only", "tp2", "tp5"],
             "--only tp5: no such layout; there are: accumulation 4; own accumulation; ",
         ),
-        (["--processes", "0"], "argument --processes: 0: give a whole number from 1"),
+        (["--processes", "0"], "--processes: 0: give a whole number from 1"),
         (["--processes", "1", "--only", "tp2"], "tp2 is not run: it has 2 processes: there are 1 at most"),
-        (["--steps", "0"], "argument --steps: 0: give a whole number from 1"),
+        (["--steps", "0"], "--steps: 0: give a whole number from 1"),
         (["--set", "batch.global=7", "--only", "dp2 zero1"], "batch.global=7 is not divisible by dp=2"),
         (["--set", "parallel.tp=2"], "--set parallel.tp=2: every layout decides it"),
         (["--set", "data.source=text", "--set", "data.name=nowhere.txt"], "nowhere.txt"),
@@ -209,7 +210,7 @@ def test_what_cannot_be_compared_is_refused_before_training(flags, said, monkeyp
     monkeypatch.setattr(sys, "argv", [*COMMAND[1:], *flags])
     monkeypatch.setattr(compare_layouts.terminal, "quiet_libraries", lambda: None)
     with pytest.raises(SystemExit) as ended:
-        compare_layouts.main()
+        ends.run(compare_layouts.main)
     printed = "".join(capfd.readouterr())
     assert ended.value.code == 2 and said in printed
     assert "1 process: one process" not in printed
