@@ -31,6 +31,8 @@ from recipes.schema import BlendPart, Origin, Recipe
 if TYPE_CHECKING:
     from data.samples.streamed_splits import MakeOnce
 
+OPENING = 16  # tokens
+OPENING_WORDS = 4
 SHORT_TEXT = 16 << 20  # bytes of files; a vocabulary of that much is trained in seconds
 
 
@@ -47,6 +49,21 @@ class Corpus:
     summary: dict[str, Any]
     # broken records that streams have left out on this rank, so far
     skipped: tuple[SkippedRecords, ...] = ()
+
+    def opening(self, *, masked: bool) -> str:
+        """Return the first words of the held-out text, or of a BERT's first sample with its masks."""
+        batch = self.validation.take([0]).micro_batch(np.ones(1))
+        tokens = batch["tokens"][0, :OPENING].tolist()
+        if not masked:
+            words = str(self.tokenizer.decode(tokens)).split()
+            return " ".join(words[:OPENING_WORDS])
+        mask = self.tokenizer.mask_token_id
+        separator = self.tokenizer.sep_token_id
+        if separator in tokens:
+            del tokens[tokens.index(separator) :]
+        if mask not in tokens:
+            tokens[-1] = mask
+        return str(self.tokenizer.decode(tokens[1:]))  # without [CLS]
 
 
 def build(

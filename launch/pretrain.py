@@ -26,7 +26,7 @@ from launch.console.text_table import aligned
 from launch.machine import description
 from launch.ranks import joining, processes
 from launch.records.facts import Ending
-from launch.records.plan_text import titled
+from launch.records.titles import texts, title_of
 from launch.training.start import RUN_RULES, add_run_arguments, job_of, launch, text_of
 from modeling import cost
 from recipes import catalog
@@ -195,7 +195,8 @@ def checked_job(args: argparse.Namespace) -> Job:
         trained = not (follows and args.plan)  # else the plan tells it
         load = partial(catalog.load, recipe_name, tiny=tiny, trained=trained)
         begin = adopts.begun if adopts else load
-        recipe = titled(begin(args.set, steps=args.steps, laid=laid), original)
+        recipe = begin(args.set, steps=args.steps, laid=laid)
+    recipe = recipe.model_copy(update={"title": title_of(recipe)})
     if recipe.task is not None:
         fix = f"python launch/finetune.py --task {recipe.task.name} --init DIR"
         raise ProblemsError.of(
@@ -223,19 +224,42 @@ def checked_job(args: argparse.Namespace) -> Job:
         tiny = tiny or source.tiny
         taken = None if source.path == job.directory else source.path
         job = replace(job, recipe_of=taken)
-    return replace(job, original=original, tiny=tiny, outcome=sampled)
+    said = arguments.stated(args.set, "run.prompt") is not None
+    outcome = sampled if said else sampled_of_its_text
+    return replace(job, original=original, tiny=tiny, outcome=outcome)
 
 
-def sampled(job: Job, corpus: Corpus) -> Ending:
-    return Ending(sample=sample(job.plan.recipe, job.checkpoints, corpus.tokenizer))
+class NotSampledError(Exception):
+    """Why there is no sample."""
+
+
+def sampled(job: Job, corpus: Corpus, recipe: Recipe | None = None) -> Ending:
+    """Make the sample; `recipe`: with another prompt than the job's."""
+    recipe = recipe or job.plan.recipe
+    try:
+        return Ending(sample=sample(recipe, job.checkpoints, corpus.tokenizer))
+    except NotSampledError as why:
+        return Ending(no_sample=f"not sampled: {why}")
+
+
+def sampled_of_its_text(job: Job, corpus: Corpus) -> Ending:
+    """As `sampled`, where the recipe's prompt is of another text by the beginning of a held-out sample."""
+    recipe = job.plan.recipe
+    own = job.original or recipe
+    given = recipe.run.prompt
+    if given and given == own.run.prompt and texts(recipe.data) != texts(own.data):
+        prompt = corpus.opening(masked=recipe.model.facts.masked)
+        run = recipe.run.model_copy(update={"prompt": prompt})
+        recipe = recipe.model_copy(update={"run": run})
+    return sampled(job, corpus, recipe)
 
 
 def sample(
     recipe: Recipe, checkpoints: Path, tokenizer: PreTrainedTokenizerFast
 ) -> str | None:
-    """Return the final weights' continuation of run.prompt, or fillings of its masks; or why there is none.
+    """Return the final weights' continuation of run.prompt, or fillings of its masks; None without a prompt.
 
-    None without a prompt.
+    Raises NotSampledError.
     """
     from data.text.vocabulary import unused_numbers
     from launch.checkpoints import run_checkpoints
@@ -246,25 +270,23 @@ def sample(
     if recipe.run.prompt is None:
         return None
     if cost.parameters(recipe.model, recipe.positions) > LARGEST_SAMPLED:
-        return f"not sampled: more than {LARGEST_SAMPLED:,} parameters"
+        raise NotSampledError(f"more than {LARGEST_SAMPLED:,} parameters")
     saved = run_checkpoints.newest(checkpoints)
     if saved is None or saved.step < recipe.steps:
-        return (
-            "not sampled: there is no checkpoint of the last step (run.save_last=false); "
-            "--set run.save_last=true keeps one"
-        )
+        lacks = "there is no checkpoint of the last step (run.save_last=false)"
+        raise NotSampledError(f"{lacks}; --set run.save_last=true keeps one")
     answer = fill_prompt if recipe.model.facts.masked else continue_prompt
     try:
         conversion_of(recipe.model)
     except ValueError as error:
-        return f"not sampled: {error}"
+        raise NotSampledError(error) from None
     model = in_transformers(recipe, StoredTensors(saved.directory, saved.manifest))
     try:
         return answer(
             model, tokenizer, recipe.run.prompt, recipe.seed, unused_numbers(tokenizer)
         )
     except FloatingPointError as error:
-        return f"not sampled: {error}"
+        raise NotSampledError(error) from None
 
 
 def source_of(

@@ -7,16 +7,17 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 from launch.reports import plots, scores
 from launch.reports.comparison import MOST_COMPARED, Comparison, compare
 from launch.reports.entries import (
+    Belongs,
     Column,
     EntryRemark,
     RowEntry,
     Scale,
     entries_of,
+    is_of_row,
     measured_columns,
     remarks_of,
 )
@@ -74,12 +75,14 @@ class Section:
         return [entry.run for entry in self.entries if entry.run]
 
     @property
-    def groups(self) -> list[tuple[PublishedRow, list[RowEntry]]]:
-        """Group the entries by row."""
-        return [
-            (row, list(entries))
-            for row, entries in groupby(self.entries, key=lambda entry: entry.row)
-        ]
+    def listed(self) -> list[tuple[PublishedRow, list[RowEntry]]]:
+        """Group the entries by row, in table order: the rows of a document, of other tables those not run."""
+        found = []
+        for row in self.table.rows:
+            own = [entry for entry in self.entries if entry.row == row]
+            if self.table.source or not own[0].run:
+                found.append((row, own))
+        return found
 
     @property
     def summary(self) -> str:
@@ -110,6 +113,7 @@ class ReportDocument:
     problems: list[str]
     notes: list[str]
     scores: ReportTable | None
+    runs: Sequence[ReportedRun]
 
 
 def assemble(
@@ -145,8 +149,10 @@ def assemble(
         notes.append(f"{many}: name 2 to {MOST_COMPARED} of them")
     comparison = compare(shown) if 2 <= len(shown) <= MOST_COMPARED else None
 
-    def section(table: PublishedTable, runs: Sequence[ReportedRun]) -> Section:
-        entries = entries_of(table, runs)
+    def section(
+        table: PublishedTable, runs: Sequence[ReportedRun], belongs: Belongs = is_of_row
+    ) -> Section:
+        entries = entries_of(table, runs, belongs)
         ran = [entry.run for entry in entries if entry.run]
         remarks = [(row, remarks_of(row)) for row in table.rows]
         drawn = plots.throughput(entries) + plots.of_runs(ran)
@@ -162,21 +168,19 @@ def assemble(
         )
 
     sections = []
-    strangers = []
     for name in names:
-        found = None
-        own = [run for run in shown if run.table == name]
         try:
             found = tables.get(name)
         except ProblemsError as error:
             problems += [str(problem) for problem in error.problems]
-        if found:
-            sections.append(section(found, own))
-        strangers += [
-            run for run in own if not (found and found.row(run.name.rpartition("/")[2]))
-        ]
+        else:
+            sections += [section(found, shown)] if found else []
+    sections.sort(key=lambda each: not each.runs)
+    placed = [run for each in sections for run in each.runs]
+    strangers = [run for run in shown if run not in placed]
     if strangers:
-        sections.append(section(_table_of_strangers(strangers), strangers))
+        own_table = _table_of_strangers(strangers)
+        sections.insert(0, section(own_table, strangers, _has_title))
     problems += [str(problem) for each in sections for problem in each.table.problems]
     problems += [problem for run in runs for problem in run.problems]
     drawn = plots.losses(comparison.runs, over) if comparison else []
@@ -190,6 +194,7 @@ def assemble(
         list(dict.fromkeys(problems)),
         notes,
         scores.frame(shown, [each for each in tuned if each not in in_rows]),
+        runs,
     )
 
 
@@ -201,12 +206,15 @@ def _title(sections: Sequence[Section], comparison: Comparison | None) -> str:
 
 
 def _table_of_strangers(runs: Sequence[ReportedRun]) -> PublishedTable:
-    """Make a table of the runs of users' own recipe files and of rows no longer in their table."""
+    """Make a table of the runs that no table has a row for, a row for each recipe's name and title."""
     rows = []
-    for name, run in {run.name: run for run in runs}.items():
+    for (name, title), run in {(run.name, run.title): run for run in runs}.items():
         table, _, row = name.rpartition("/")
-        title = (run.recipe.title if run.recipe else run.result.title) or name
-        rows.append(PublishedRow(table, row, (title,), run.recipe))
-    note = "Rows of the user's own files; their titles are those of the runs."
-    title = "Recipes that are in no table of recipes/"
-    return PublishedTable(ELSEWHERE, title, None, note, ("Recipe",), rows)
+        rows.append(PublishedRow(table, row, (title or name,), run.recipe))
+    note = "Runs of own recipes, on own text, or of another model than the row whose settings they took."
+    title = "Runs that are no row of a table"
+    return PublishedTable(ELSEWHERE, title, None, note, ("Trained",), rows)
+
+
+def _has_title(row: PublishedRow, run: ReportedRun) -> bool:
+    return row.full_name == run.name and row.cells[0] in (run.title, run.name)

@@ -16,10 +16,13 @@ from launch.records.deviations import (
 )
 from launch.records.result import TFLOPS_BY, ComparedQuantity, Result, compare_with
 from launch.records.result_text import EXACT
+from launch.records.titles import texts
 from launch.reports.runs import OOM, ReportedRun
 from launch.reports.tables import PublishedRow, PublishedTable
 from recipes.families import LossFigure
+from recipes.tiny import tiny
 
+Belongs = Callable[[PublishedRow, ReportedRun], bool]
 # size of a run compared with its row
 Scale = Literal["full", "tiny", "other", "unknown"]
 NOT_RUN = "not run"
@@ -50,11 +53,17 @@ class Column(NamedTuple):
     change: Literal["difference", "ratio", "loss"] = "ratio"
 
     def text(self, run: ReportedRun) -> str:
-        """Write the value of a run, with the spread of its steps behind a time."""
+        """Write the value of a run."""
         value = self.of(run.result)
-        if self.key == TIME and run.result.speed.quartiles_s:
-            return f"{number(value)} ({spread(run.result)})"
         return loss(value) if self.change == "loss" else number(value)
+
+    def remark(self, run: ReportedRun) -> str:
+        """Write what stands below the value: the spread of a time, or the other count of parameters."""
+        result = run.result
+        summed = result.parameters_summed_over_tp_ranks
+        if self.key == "parameters" and summed not in (None, result.parameters):
+            return f"{summed:,} summed over TP ranks"
+        return spread(result) if self.key == TIME else ""
 
 
 def spread(result: Result) -> str:
@@ -220,7 +229,7 @@ def measured_columns(
     counted = {TFLOPS_BY[each.tflops_by][1] for each in published if each.tflops}
     found = []
     firsts = [run.result.figures[0] for run in runs]
-    for column in (*MEASURED, *loss_columns("validation", firsts)):
+    for column in (*loss_columns("validation", firsts), *MEASURED):
         if column.key in counted:
             column = column._replace(heading=f"{column.heading} (as published)")
         if any(column.of(run.result) is not None for run in runs):
@@ -228,8 +237,22 @@ def measured_columns(
     return found
 
 
-def entries_of(table: PublishedTable, runs: Sequence[ReportedRun]) -> list[RowEntry]:
-    """Return the entries of every row in table order, runs newest first."""
+def is_of_row(row: PublishedRow, run: ReportedRun) -> bool:
+    """Check that a run is of a row: of one that publishes nothing, it has the model and the text, too."""
+    if run.name != row.full_name:
+        return False
+    if row.published or row.recipe is None or run.recipe is None:
+        return True
+    recipe = tiny(row.recipe) if run.tiny else row.recipe
+    changed = changed_work(recipe, run.recipe)
+    same_text = texts(recipe.data) == texts(run.recipe.data)
+    return same_text and not any(key.startswith(OTHER_MODEL) for key in changed)
+
+
+def entries_of(
+    table: PublishedTable, runs: Sequence[ReportedRun], belongs: Belongs = is_of_row
+) -> list[RowEntry]:
+    """Return the entries of every row in table order, those with runs first, and the newest run first."""
     found = []
     newest_first = sorted(
         runs,
@@ -237,10 +260,10 @@ def entries_of(table: PublishedTable, runs: Sequence[ReportedRun]) -> list[RowEn
         reverse=True,
     )
     for row in table.rows:
-        found += [
-            entry_of(row, run) for run in newest_first if run.name == row.full_name
-        ] or [RowEntry(row)]
-    return found
+        found += [entry_of(row, run) for run in newest_first if belongs(row, run)] or [
+            RowEntry(row)
+        ]
+    return sorted(found, key=lambda entry: entry.run is None)
 
 
 def entry_of(row: PublishedRow, run: ReportedRun) -> RowEntry:

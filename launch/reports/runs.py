@@ -21,12 +21,14 @@ from launch.records.directory import Launch, RunDirectory, row_of
 from launch.records.facts import Ending, RunFacts
 from launch.records.metrics import Records, curve, read_metrics
 from launch.records.result import Result, make_result, read_result
+from launch.records.titles import texts, title_of
 from recipes.files import check_names
 from recipes.problems import Problem, ProblemsError, did_you_mean, some
 from recipes.schema import Recipe
 
 Points = list[tuple[float, float]]
 Over = Literal["steps", "tokens", "hours"]  # what a curve is drawn over
+OriginalOf = Callable[[str], Recipe | None]
 T = TypeVar("T")
 
 # A directory with any of these files is a run, complete or not.
@@ -50,6 +52,7 @@ class ReportedRun:
         hours: (step, hours of all steps up to it, also of those before a branch).
         scores: from scores.json, written by launch/score.py.
         pretrained: the pretraining run of a fine-tuning run's weights; None without one.
+        records: the lines of metrics.jsonl.
         vocabulary: beginning of the digest of its content; None if the run holds none.
     """
 
@@ -66,6 +69,21 @@ class ReportedRun:
     scores: tuple[Score, ...] = ()
     pretrained: Pretrained | None = None
     vocabulary: str | None = None
+    records: Records = Records()
+
+    @property
+    def places(self) -> list[Path]:
+        """Return where the run, and what it was made of, lay: absolute paths."""
+        weights = (self.launch and self.launch.initial_weights) or {}
+        named = [self.path.absolute(), self.path.resolve(), weights.get("directory")]
+        recipe = self.recipe
+        if recipe:
+            data = recipe.data
+            named += [data.tokenizer.path, *(name for _, name in texts(data))]
+            named += [recipe.branch.run] if recipe.branch else []
+            named += vars(recipe.task).values() if recipe.task else []
+        found = [Path(each) for each in named if isinstance(each, str | Path)]
+        return [each for each in found if each.is_absolute()]
 
     @property
     def tiny(self) -> bool:
@@ -108,6 +126,11 @@ class ReportedRun:
         ]
 
     @property
+    def title(self) -> str:
+        """Return what was trained."""
+        return title_of(self.recipe) if self.recipe else self.result.title
+
+    @property
     def machine(self) -> Mapping[str, Any]:
         return self.launch.machine if self.launch else {}
 
@@ -132,9 +155,7 @@ class ReportedRun:
             return None
 
 
-def read_run(
-    path: Path, label: str, original_of: Callable[[str], Recipe | None]
-) -> ReportedRun:
+def read_run(path: Path, label: str, original_of: OriginalOf) -> ReportedRun:
     """Read all readable files of a run; add the others to its `problems`.
 
     `original_of` returns the current recipe of a name; it serves runs that wrote no deviations.
@@ -223,6 +244,7 @@ def read_run(
         scores,
         before,
         digest,
+        records,
     )
 
 
