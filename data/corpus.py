@@ -50,20 +50,13 @@ class Corpus:
     # broken records that streams have left out on this rank, so far
     skipped: tuple[SkippedRecords, ...] = ()
 
-    def opening(self, *, masked: bool) -> str:
-        """Return the first words of the held-out text, or of a BERT's first sample with its masks."""
+    def opening(self) -> str:
+        """Return the first words of the held-out text, and a mask behind them where the vocabulary has one."""
+        named = self.tokenizer.special_tokens_map
         batch = self.validation.take([0]).micro_batch(np.ones(1))
-        tokens = batch["tokens"][0, :OPENING].tolist()
-        if not masked:
-            words = str(self.tokenizer.decode(tokens)).split()
-            return " ".join(words[:OPENING_WORDS])
-        mask = self.tokenizer.mask_token_id
-        separator = self.tokenizer.sep_token_id
-        if separator in tokens:
-            del tokens[tokens.index(separator) :]
-        if mask not in tokens:
-            tokens[-1] = mask
-        return str(self.tokenizer.decode(tokens[1:]))  # without [CLS]
+        words = str(self.tokenizer.decode(batch["tokens"][0, :OPENING])).split()
+        first = [word for word in words if word != named.get("cls_token")]
+        return " ".join([*first[:OPENING_WORDS], named.get("mask_token", "")]).rstrip()
 
 
 def build(

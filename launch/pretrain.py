@@ -224,34 +224,24 @@ def checked_job(args: argparse.Namespace) -> Job:
         tiny = tiny or source.tiny
         taken = None if source.path == job.directory else source.path
         job = replace(job, recipe_of=taken)
-    said = arguments.stated(args.set, "run.prompt") is not None
-    outcome = sampled if said else sampled_of_its_text
+    stated = arguments.stated(args.set, "run.prompt") is not None
+    outcome = partial(sampled, stated=stated)
     return replace(job, original=original, tiny=tiny, outcome=outcome)
 
 
-class NotSampledError(Exception):
-    """Why there is no sample."""
-
-
-def sampled(job: Job, corpus: Corpus, recipe: Recipe | None = None) -> Ending:
-    """Make the sample; `recipe`: with another prompt than the job's."""
-    recipe = recipe or job.plan.recipe
-    try:
-        return Ending(sample=sample(recipe, job.checkpoints, corpus.tokenizer))
-    except NotSampledError as why:
-        return Ending(no_sample=f"not sampled: {why}")
-
-
-def sampled_of_its_text(job: Job, corpus: Corpus) -> Ending:
-    """As `sampled`, where the recipe's prompt is of another text by the beginning of a held-out sample."""
+def sampled(job: Job, corpus: Corpus, *, stated: bool) -> Ending:
+    """Make the sample, on other text than the row's by its first words, unless the prompt was `stated`."""
     recipe = job.plan.recipe
     own = job.original or recipe
-    given = recipe.run.prompt
-    if given and given == own.run.prompt and texts(recipe.data) != texts(own.data):
-        prompt = corpus.opening(masked=recipe.model.facts.masked)
-        run = recipe.run.model_copy(update={"prompt": prompt})
+    prompt = recipe.run.prompt
+    other = texts(recipe.data) != texts(own.data)
+    if prompt and prompt == own.run.prompt and other and not stated:
+        run = recipe.run.model_copy(update={"prompt": corpus.opening()})
         recipe = recipe.model_copy(update={"run": run})
-    return sampled(job, corpus, recipe)
+    try:
+        return Ending(sample=sample(recipe, job.checkpoints, corpus.tokenizer))
+    except (ValueError, FloatingPointError) as why:
+        return Ending(no_sample=f"not sampled: {why}")
 
 
 def sample(
@@ -259,7 +249,7 @@ def sample(
 ) -> str | None:
     """Return the final weights' continuation of run.prompt, or fillings of its masks; None without a prompt.
 
-    Raises NotSampledError.
+    Raises ValueError or FloatingPointError: why there is none.
     """
     from data.text.vocabulary import unused_numbers
     from launch.checkpoints import run_checkpoints
@@ -270,23 +260,16 @@ def sample(
     if recipe.run.prompt is None:
         return None
     if cost.parameters(recipe.model, recipe.positions) > LARGEST_SAMPLED:
-        raise NotSampledError(f"more than {LARGEST_SAMPLED:,} parameters")
+        raise ValueError(f"more than {LARGEST_SAMPLED:,} parameters")
     saved = run_checkpoints.newest(checkpoints)
     if saved is None or saved.step < recipe.steps:
         lacks = "there is no checkpoint of the last step (run.save_last=false)"
-        raise NotSampledError(f"{lacks}; --set run.save_last=true keeps one")
+        raise ValueError(f"{lacks}; --set run.save_last=true keeps one")
     answer = fill_prompt if recipe.model.facts.masked else continue_prompt
-    try:
-        conversion_of(recipe.model)
-    except ValueError as error:
-        raise NotSampledError(error) from None
+    conversion_of(recipe.model)
     model = in_transformers(recipe, StoredTensors(saved.directory, saved.manifest))
-    try:
-        return answer(
-            model, tokenizer, recipe.run.prompt, recipe.seed, unused_numbers(tokenizer)
-        )
-    except FloatingPointError as error:
-        raise NotSampledError(error) from None
+    never = unused_numbers(tokenizer)
+    return answer(model, tokenizer, recipe.run.prompt, recipe.seed, never)
 
 
 def source_of(

@@ -18,12 +18,12 @@ if not __package__:
 from launch.console import ends
 from launch.console.terminal import say
 from recipes.files import path_of
-from recipes.problems import Problem, ProblemsError
+from recipes.problems import Problem, ProblemsError, counted
 from recipes.tables import FOLDER
 
 if TYPE_CHECKING:
     from launch.reports.document import ReportDocument
-    from launch.reports.runs import OriginalOf
+    from launch.reports.runs import ReportedRun
 
 EXAMPLES = """\
 examples:
@@ -102,18 +102,20 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def card(args: argparse.Namespace, path: Path, original_of: OriginalOf) -> int:
-    """Draw the card of one run. Raises ValueError for every refusal; return the exit code."""
+def card(args: argparse.Namespace, runs: Sequence[ReportedRun]) -> int:
+    """Draw the card of one run. Raises ProblemsError for a refusal; return the exit code."""
     from launch.console.new_output import new_file
     from launch.records.card import draw_card
-    from launch.reports.runs import read_run
 
+    if len(runs) != 1:
+        came = f"--card of {counted(len(runs), 'run')}"
+        raise ProblemsError.of("--card", came, "a card is of one run", "name one")
+    (run,) = runs
     out = new_file("--card", args.card, (".png",))
-    run = read_run(path, path.resolve().name, original_of)
     draw_card(run.records, run.result, out, args.usd_per_gpu_hour)
     say(f"{out}: {run.title}, {run.status}")
-    if run.problems:
-        say("\n  ".join(["\ncould not be read:", *run.problems]), sys.stderr)
+    for problem in run.problems:
+        say(problem, sys.stderr)
     return 1 if run.problems else 0
 
 
@@ -143,11 +145,6 @@ def report(args: argparse.Namespace, folder: Path) -> int:
     if problems:
         raise ProblemsError(problems)
     names, paths = found
-    if args.card and len(paths) != 1:
-        came = f"--card of {len(paths)} runs"
-        raise ProblemsError.of("--card", came, "a card is of one run", "name one")
-    if args.card:
-        return card(args, paths[0], tables.recipe)
     run_labels = labels(paths)
     chosen = writing.default_directory(names, run_labels, args.all)
     directory = path_of(args.out, "--out") if args.out else chosen
@@ -156,6 +153,8 @@ def report(args: argparse.Namespace, folder: Path) -> int:
         read_run(path, label, tables.recipe)
         for path, label in zip(paths, run_labels, strict=True)
     ]
+    if args.card:
+        return card(args, runs)
     names += tables.published() if args.all else []
     made = document.assemble(
         tables,

@@ -5,15 +5,13 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.ticker import MaxNLocator
 
-from launch.console.text_table import duration
 from launch.records.metrics import Records, curve
 from launch.records.result import Result
 from recipes.families import LossFigure
@@ -23,10 +21,12 @@ QUIET = "#5d6670"
 TRAINING = "#3b82c4"
 VALIDATION = "#d9822b"
 BRANCH = "#3a9d5d"
+ACROSS = ("data", "axes fraction")  # a step, and a share of the height
 PANELS = 2  # figures of a model that are drawn: a BERT's two objectives
 HEIGHTS = (3, 2)  # of the panels, relative to each other
 MOST_NEIGHBOURS = 100  # steps on either side of a step in the moving average
-LINE = 1.4  # distance of lines of text in the margin, in font sizes
+SIZE = 9  # of text in the margin, points
+LINE = 1.4  # distance of its lines, in font sizes
 WIDTH = 125  # characters of a small line across a picture
 TITLE_WIDTH = 66
 
@@ -42,49 +42,44 @@ class CurveName(NamedTuple):
 def plot_loss(records: Records, result: Result, out_png: Path) -> None:
     """Draw the losses of a run in training and validation, one panel for each objective."""
     figures = result.figures[:PANELS]
-    # Figure and canvas by hand: pyplot would keep a global state and ask for a display.
-    picture = Figure(figsize=(8, 2.8 + 2.2 * len(figures)), layout="constrained")
-    FigureCanvasAgg(picture)
-    how: dict[str, Any] = {"sharex": True, "squeeze": False}
+    size = (8, 2.8 + 2.2 * len(figures))
+    # by hand: pyplot would keep a global state and ask for a display
+    picture = Figure(figsize=size, layout="constrained")
+    ratios = HEIGHTS[: len(figures)]
     panels = picture.subplots(
-        len(figures), height_ratios=HEIGHTS[: len(figures)], **how
+        len(figures), sharex=True, squeeze=False, height_ratios=ratios
     )[:, 0]
-    left: dict[str, Any] = {"x": 0.01, "ha": "left"}
     title = textwrap.fill(result.title, TITLE_WIDTH)
-    picture.suptitle(title, color=INK, weight="bold", **left)
+    picture.suptitle(title, color=INK, weight="bold", x=0.01, ha="left")
     panels[0].set_title(about(result), fontsize=8, color=QUIET, loc="left")
     panels[-1].set_xlabel("optimizer step", color=INK)
-    branches = {
-        str(number): left.branch for number, left in enumerate(records.branches, 1)
-    }
     for axes, figure in zip(panels, figures, strict=True):
-        for number, branch in branches.items():
-            axes.axvline(branch.step, color=BRANCH, linewidth=1)
-            place: dict[str, Any] = {"transform": axes.get_xaxis_transform()}
-            axes.text(branch.step, 0.97, f" {number}", color=BRANCH, va="top", **place)
         axes.set_ylabel(str(figure), color=INK, fontsize=9)
         draw_losses(axes, records, result, figure)
     words = []
-    for number, branch in branches.items():
+    for number, left in enumerate(records.branches, 1):
+        branch = left.branch
+        for axes in panels:
+            axes.axvline(branch.step, color=BRANCH, linewidth=1)
+            axes.annotate(
+                f" {number}", (branch.step, 0.95), xycoords=ACROSS, color=BRANCH
+            )
         of = f"{number}: branch of {Path(branch.run).name} from step {branch.step:,} on"
         words.append(textwrap.fill(f"{of}: {branch.changes}", WIDTH))
     if words:
-        picture.supxlabel("\n".join(words), fontsize=8, color=BRANCH, **left)
+        picture.supxlabel("\n".join(words), fontsize=8, color=BRANCH, x=0.01, ha="left")
     without_formulas(picture)
     picture.savefig(out_png, dpi=120)
 
 
 def about(result: Result) -> str:
     """Say of a run in small lines how it was laid out, where, over how many tokens and seconds of steps."""
-    parts = [result.way, str(result.hardware)]
-    if result.tokens is not None and result.seconds is not None:
-        took = duration(result.seconds)
-        parts.append(f"{result.tokens:,} tokens in {took}")
-    return textwrap.fill("  ·  ".join(parts), WIDTH)
+    parts = [result.way, str(result.hardware), result.amount]
+    return textwrap.fill("  ·  ".join(filter(None, parts)), WIDTH)
 
 
 def draw_losses(
-    axes: Axes, records: Records, result: Result, figure: LossFigure, size: float = 9
+    axes: Axes, records: Records, result: Result, figure: LossFigure
 ) -> None:
     """Draw a figure's training and validation curves, named in the margin with their last values.
 
@@ -100,31 +95,24 @@ def draw_losses(
     names = []
     if train:
         steps, losses = zip(*train, strict=True)
-        thin: dict[str, Any] = {"linewidth": 0.6, "alpha": 0.5, "marker": lone}
-        axes.plot(steps, losses, color=TRAINING, **thin)
+        axes.plot(steps, losses, color=TRAINING, linewidth=0.6, alpha=0.5, marker=lone)
         axes.plot(steps, moving_average(losses), color=TRAINING, linewidth=1.8)
     if validation:
-        marks: dict[str, Any] = {"marker": "o", "markersize": 4, "linewidth": 1.2}
-        axes.plot(*zip(*validation, strict=True), color=VALIDATION, **marks)
-    last = {
-        "training": (result.losses.training, TRAINING),
-        "validation": (result.losses.validation, VALIDATION),
-    }
-    for split, (found, color) in last.items():
+        steps, losses = zip(*validation, strict=True)
+        axes.plot(steps, losses, "o-", color=VALIDATION, markersize=4, linewidth=1.2)
+    for split, color in (("training", TRAINING), ("validation", VALIDATION)):
+        found = getattr(result.losses, split)
         value = figure.of(found) if found else None
         if value is not None:
             names.append(CurveName(value, f"{split} {value:.4f}", color))
     entropies = []
     if figure == result.figures[0]:
         entropies = [each for each in vars(result.entropies).items() if each[1]]
-    draw_references(axes, entropies, names, size)
+    draw_references(axes, entropies, names)
 
 
 def draw_references(
-    axes: Axes,
-    entropies: Iterable[tuple[str, float]],
-    names: Sequence[CurveName] = (),
-    size: float = 8,
+    axes: Axes, entropies: Iterable[tuple[str, float]], names: Sequence[CurveName] = ()
 ) -> None:
     """Draw a grey line for each (kind, nats), and name it and the curves, after these are drawn.
 
@@ -137,7 +125,7 @@ def draw_references(
         if bottom <= value <= top:
             style = ":" if kind == "unigram" else "--"
             axes.axhline(value, color=QUIET, linestyle=style, linewidth=0.8)
-    write_in_margin(axes, labels, size)
+    write_in_margin(axes, labels)
 
 
 def without_formulas(picture: Figure) -> None:
@@ -176,7 +164,7 @@ def step_ticks() -> MaxNLocator:
     return MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True)
 
 
-def write_in_margin(axes: Axes, names: Sequence[CurveName], size: float = 9) -> None:
+def write_in_margin(axes: Axes, names: Sequence[CurveName]) -> None:
     """Write each name at its height on the y axis, right of the axes and without overlaps.
 
     An arrow marks a value above or below the axis. Call it after everything is drawn.
@@ -188,7 +176,7 @@ def write_in_margin(axes: Axes, names: Sequence[CurveName], size: float = 9) -> 
     assert figure is not None
     inches = axes.get_window_extent().height / figure.dpi
     # between two middles, as a share of the height
-    gap = LINE * size / 72 / inches
+    gap = LINE * SIZE / 72 / inches
     heights: list[float] = []
     for height, _ in found:  # down, away from each one above
         heights.append(min([height, *(above - gap for above in heights[-1:])]))
@@ -196,15 +184,17 @@ def write_in_margin(axes: Axes, names: Sequence[CurveName], size: float = 9) -> 
     for index in reversed(range(len(heights))):  # and up again, from the lower edge
         heights[index] = max(heights[index], lowest)
         lowest = heights[index] + gap
-    at: dict[str, Any] = {
-        "xycoords": "axes fraction",
-        "xytext": (5, 0),
-        "textcoords": "offset points",
-        "va": "center",
-    }
     for height, (_, name) in zip(heights, found, strict=True):
         arrow = " ↑" if name.y > high else ""
         if name.y < low:
             arrow = " ↓"
-        text = f"{name.text}{arrow}"
-        axes.annotate(text, (1, height), fontsize=size, color=name.color, **at)
+        axes.annotate(
+            f"{name.text}{arrow}",
+            (1, height),
+            xytext=(5, 0),
+            xycoords="axes fraction",
+            textcoords="offset points",
+            va="center",
+            fontsize=SIZE,
+            color=name.color,
+        )

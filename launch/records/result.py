@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 
 from data.durable_files import write_atomically
 from ds_configs.plan import Plan
-from launch.console.text_table import gigabytes, number
+from launch.console.text_table import duration, gigabytes, number
 from launch.records import metrics
 from launch.records.deviations import (
     Deviation,
@@ -202,6 +202,13 @@ class Result:
             degrees = self.layout.degrees(self.sequence_parallel)
         sharding = f"ZeRO-{self.zero_stage}, offload {self.offload}"
         return f"{degrees}, {sharding}, {self.precision_text}"
+
+    @property
+    def amount(self) -> str:
+        """The tokens of the run's own steps and their time in words; "" for an older result."""
+        if self.tokens is None or self.seconds is None:
+            return ""
+        return f"{self.tokens:,} tokens in {duration(self.seconds)}"
 
     @property
     def precision_text(self) -> str | None:

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from launch.reports import plots, scores
 from launch.reports.comparison import MOST_COMPARED, Comparison, compare
 from launch.reports.entries import (
-    Belongs,
     Column,
     EntryRemark,
     RowEntry,
     Scale,
     entries_of,
-    is_of_row,
+    entry_of,
     measured_columns,
     remarks_of,
 )
@@ -132,6 +131,7 @@ def assemble(
     problems: list[str] = []
     notes: list[str] = []
     tuned = scores.finetuned_models(runs, problems)
+    asked = names
     if not only_named:
         # "" of a run whose files do not name its recipe
         of_runs = {run.table for run in runs}
@@ -149,10 +149,7 @@ def assemble(
         notes.append(f"{many}: name 2 to {MOST_COMPARED} of them")
     comparison = compare(shown) if 2 <= len(shown) <= MOST_COMPARED else None
 
-    def section(
-        table: PublishedTable, runs: Sequence[ReportedRun], belongs: Belongs = is_of_row
-    ) -> Section:
-        entries = entries_of(table, runs, belongs)
+    def section(table: PublishedTable, entries: list[RowEntry]) -> Section:
         ran = [entry.run for entry in entries if entry.run]
         remarks = [(row, remarks_of(row)) for row in table.rows]
         drawn = plots.throughput(entries) + plots.of_runs(ran)
@@ -168,19 +165,17 @@ def assemble(
         )
 
     sections = []
-    for name in names:
-        try:
-            found = tables.get(name)
-        except ProblemsError as error:
-            problems += [str(problem) for problem in error.problems]
-        else:
-            sections += [section(found, shown)] if found else []
+    for table in _read(tables, names, problems):
+        made = section(table, entries_of(table, shown))
+        if made.runs or made.finetuned or table.name in asked:
+            sections.append(made)
     sections.sort(key=lambda each: not each.runs)
     placed = [run for each in sections for run in each.runs]
     strangers = [run for run in shown if run not in placed]
     if strangers:
-        own_table = _table_of_strangers(strangers)
-        sections.insert(0, section(own_table, strangers, _has_title))
+        table = _table_of_strangers(strangers)
+        pairs = zip(table.rows, strangers, strict=True)
+        sections.insert(0, section(table, [entry_of(*pair) for pair in pairs]))
     problems += [str(problem) for each in sections for problem in each.table.problems]
     problems += [problem for run in runs for problem in run.problems]
     drawn = plots.losses(comparison.runs, over) if comparison else []
@@ -198,6 +193,19 @@ def assemble(
     )
 
 
+def _read(
+    tables: Tables, names: Sequence[str], problems: list[str]
+) -> list[PublishedTable]:
+    """Read the tables that there are; add what is wrong with others to `problems`."""
+    found = []
+    for name in names:
+        try:
+            found.append(tables.get(name))
+        except ProblemsError as error:
+            problems += map(str, error.problems)
+    return [table for table in found if table]
+
+
 def _title(sections: Sequence[Section], comparison: Comparison | None) -> str:
     if comparison and len(comparison.runs) == 2:
         return " and ".join(run.label for run in comparison.runs)
@@ -206,15 +214,11 @@ def _title(sections: Sequence[Section], comparison: Comparison | None) -> str:
 
 
 def _table_of_strangers(runs: Sequence[ReportedRun]) -> PublishedTable:
-    """Make a table of the runs that no table has a row for, a row for each recipe's name and title."""
+    """Make a table of the runs that no table has a row for, a row for each."""
     rows = []
-    for (name, title), run in {(run.name, run.title): run for run in runs}.items():
-        table, _, row = name.rpartition("/")
-        rows.append(PublishedRow(table, row, (title or name,), run.recipe))
+    for run in runs:
+        table, _, row = run.name.rpartition("/")
+        rows.append(PublishedRow(table, row, (run.title or run.name,), run.recipe))
     note = "Runs of own recipes, on own text, or of another model than the row whose settings they took."
     title = "Runs that are no row of a table"
     return PublishedTable(ELSEWHERE, title, None, note, ("Trained",), rows)
-
-
-def _has_title(row: PublishedRow, run: ReportedRun) -> bool:
-    return row.full_name == run.name and row.cells[0] in (run.title, run.name)

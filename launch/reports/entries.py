@@ -22,7 +22,6 @@ from launch.reports.tables import PublishedRow, PublishedTable
 from recipes.families import LossFigure
 from recipes.tiny import tiny
 
-Belongs = Callable[[PublishedRow, ReportedRun], bool]
 # size of a run compared with its row
 Scale = Literal["full", "tiny", "other", "unknown"]
 NOT_RUN = "not run"
@@ -56,14 +55,6 @@ class Column(NamedTuple):
         """Write the value of a run."""
         value = self.of(run.result)
         return loss(value) if self.change == "loss" else number(value)
-
-    def remark(self, run: ReportedRun) -> str:
-        """Write what stands below the value: the spread of a time, or the other count of parameters."""
-        result = run.result
-        summed = result.parameters_summed_over_tp_ranks
-        if self.key == "parameters" and summed not in (None, result.parameters):
-            return f"{summed:,} summed over TP ranks"
-        return spread(result) if self.key == TIME else ""
 
 
 def spread(result: Result) -> str:
@@ -249,9 +240,7 @@ def is_of_row(row: PublishedRow, run: ReportedRun) -> bool:
     return same_text and not any(key.startswith(OTHER_MODEL) for key in changed)
 
 
-def entries_of(
-    table: PublishedTable, runs: Sequence[ReportedRun], belongs: Belongs = is_of_row
-) -> list[RowEntry]:
+def entries_of(table: PublishedTable, runs: Sequence[ReportedRun]) -> list[RowEntry]:
     """Return the entries of every row in table order, those with runs first, and the newest run first."""
     found = []
     newest_first = sorted(
@@ -260,9 +249,9 @@ def entries_of(
         reverse=True,
     )
     for row in table.rows:
-        found += [entry_of(row, run) for run in newest_first if belongs(row, run)] or [
-            RowEntry(row)
-        ]
+        found += [
+            entry_of(row, run) for run in newest_first if is_of_row(row, run)
+        ] or [RowEntry(row)]
     return sorted(found, key=lambda entry: entry.run is None)
 
 

@@ -21,14 +21,14 @@ from launch.records.directory import Launch, RunDirectory, row_of
 from launch.records.facts import Ending, RunFacts
 from launch.records.metrics import Records, curve, read_metrics
 from launch.records.result import Result, make_result, read_result
-from launch.records.titles import texts, title_of
+from launch.records.titles import title_of
 from recipes.files import check_names
+from recipes.key_paths import flatten
 from recipes.problems import Problem, ProblemsError, did_you_mean, some
 from recipes.schema import Recipe
 
 Points = list[tuple[float, float]]
 Over = Literal["steps", "tokens", "hours"]  # what a curve is drawn over
-OriginalOf = Callable[[str], Recipe | None]
 T = TypeVar("T")
 
 # A directory with any of these files is a run, complete or not.
@@ -74,16 +74,16 @@ class ReportedRun:
     @property
     def places(self) -> list[Path]:
         """Return where the run, and what it was made of, lay: absolute paths."""
-        weights = (self.launch and self.launch.initial_weights) or {}
-        named = [self.path.absolute(), self.path.resolve(), weights.get("directory")]
-        recipe = self.recipe
-        if recipe:
-            data = recipe.data
-            named += [data.tokenizer.path, *(name for _, name in texts(data))]
-            named += [recipe.branch.run] if recipe.branch else []
-            named += vars(recipe.task).values() if recipe.task else []
-        found = [Path(each) for each in named if isinstance(each, str | Path)]
-        return [each for each in found if each.is_absolute()]
+        facts: dict[str, Any] = {
+            "run": str(self.path.absolute()),
+            "there": str(self.path.resolve()),
+        }
+        if self.launch:
+            facts["weights"] = self.launch.initial_weights
+        if self.recipe:
+            facts["recipe"] = self.recipe.model_dump(mode="json")
+        values = [str(value) for _, value in flatten(facts)]
+        return [Path(value) for value in values if value.startswith("/")]
 
     @property
     def tiny(self) -> bool:
@@ -155,7 +155,9 @@ class ReportedRun:
             return None
 
 
-def read_run(path: Path, label: str, original_of: OriginalOf) -> ReportedRun:
+def read_run(
+    path: Path, label: str, original_of: Callable[[str], Recipe | None]
+) -> ReportedRun:
     """Read all readable files of a run; add the others to its `problems`.
 
     `original_of` returns the current recipe of a name; it serves runs that wrote no deviations.

@@ -12,9 +12,11 @@ from markupsafe import Markup, escape
 
 from data.durable_files import write_atomically
 from launch.console import arguments, new_output
+from launch.console.text_table import number
 from launch.reports import csvfile
 from launch.reports.comparison import MOST_COMPARED
 from launch.reports.document import ReportDocument
+from launch.reports.entries import spread
 from launch.reports.runs import ReportedRun, is_run, labels
 from recipes.problems import counted
 
@@ -43,7 +45,7 @@ def page(document: ReportDocument) -> str:
     environment = Environment(
         loader=FileSystemLoader(FOLDER), autoescape=True, **options
     )
-    environment.filters["counted"] = counted
+    environment.filters |= {"counted": counted, "number": number, "spread": spread}
     style = Markup((FOLDER / "style.css").read_text(encoding="utf-8"))
     html = environment.get_template("page.html").render(
         document=document,

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
 
 from launch.experiments.parity.comparison import RunOutcome
 from launch.records.loss_plot import INK, QUIET, TRAINING, VALIDATION, step_ticks
@@ -48,10 +47,9 @@ def draw_curves(
     below.set_ylabel("difference (nats)", color=INK)
     below.set_xlabel("optimizer step", color=INK)
     below.set_ylim(0, 1.25 * max(largest.max(), band.max()))
-    below.yaxis.set_major_formatter(FuncFormatter(lambda value, _: plain(value)))
     below.xaxis.set_major_locator(step_ticks())
     inside = {"transform": below.transAxes, "va": "top"}
-    said = f"{layouts}, largest difference {plain(largest.max())}"
+    said = f"{layouts}, largest difference {largest.max():.1e}".replace("e-0", "e-")
     below.text(0.01, 0.97, said, color=VALIDATION, **inside)
     said = f"grey: rounding in fp32, {ROUNDING} units in the last place"
     below.text(0.99, 0.97, said, color=QUIET, ha="right", fontsize=8, **inside)
@@ -59,9 +57,3 @@ def draw_curves(
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
     figure.savefig(path, dpi=120)
-
-
-def plain(value: float) -> str:
-    """Write 9.5367e-07 as "9.5e-7", and zero as "0"."""
-    digits, _, power = f"{value:.1e}".partition("e")
-    return f"{digits}e{int(power)}" if value else "0"
