@@ -31,7 +31,6 @@ def _lines(result: Result) -> list[tuple[str, str]]:
     memory = result.memory
     how = f"{result.way}, activation checkpointing {result.activation_checkpointing}"
     skipped = f" ({result.skipped_steps:,} skipped)" if result.skipped_steps else ""
-    trained = f", {result.amount}" if result.amount else ""
     waited = speed.data_wait_share
     peak = NOT_MEASURED
     if memory.peak_bytes is not None:
@@ -51,7 +50,7 @@ def _lines(result: Result) -> list[tuple[str, str]]:
         ),
         ("hardware", str(result.hardware)),
         ("parameters", number(result.parameters)),
-        ("steps", f"{result.steps:,}{skipped}{trained}"),
+        ("steps", f"{result.steps:,}{skipped}"),
         *_losses(result),
     ]
     lines += [(f"score on {each.split}", str(each)) for each in result.task_scores]
