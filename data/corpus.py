@@ -54,9 +54,9 @@ class Corpus:
         """Return the first words of the held-out text, and a mask behind them where the vocabulary has one."""
         named = self.tokenizer.special_tokens_map
         batch = self.validation.take([0]).micro_batch(np.ones(1))
-        words = str(self.tokenizer.decode(batch["tokens"][0, :OPENING])).split()
-        first = [word for word in words if word != named.get("cls_token")]
-        return " ".join([*first[:OPENING_WORDS], named.get("mask_token", "")]).rstrip()
+        text = str(self.tokenizer.decode(batch["tokens"][0, :OPENING]))
+        words = text.removeprefix(named.get("cls_token", "")).split()
+        return " ".join([*words[:OPENING_WORDS], named.get("mask_token", "")]).rstrip()
 
 
 def build(
