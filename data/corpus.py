@@ -31,6 +31,8 @@ from recipes.schema import BlendPart, Origin, Recipe
 if TYPE_CHECKING:
     from data.samples.streamed_splits import MakeOnce
 
+OPENING = 16  # tokens
+OPENING_WORDS = 4
 SHORT_TEXT = 16 << 20  # bytes of files; a vocabulary of that much is trained in seconds
 
 
@@ -47,6 +49,14 @@ class Corpus:
     summary: dict[str, Any]
     # broken records that streams have left out on this rank, so far
     skipped: tuple[SkippedRecords, ...] = ()
+
+    def opening(self) -> str:
+        """Return the first words of the held-out text, and a mask behind them where the vocabulary has one."""
+        named = self.tokenizer.special_tokens_map
+        batch = self.validation.take([0]).micro_batch(np.ones(1))
+        text = str(self.tokenizer.decode(batch["tokens"][0, :OPENING]))
+        words = text.removeprefix(named.get("cls_token", "")).split()
+        return " ".join([*words[:OPENING_WORDS], named.get("mask_token", "")]).rstrip()
 
 
 def build(

@@ -29,7 +29,7 @@ from launch.experiments.parity.layout_runs import run_cases
 from launch.machine import description
 from launch.ranks import ending, launch_environment
 from launch.ranks.processes import device_limit
-from launch.records.plan_text import titled
+from launch.records.titles import title_of
 from recipes import catalog
 from recipes.key_paths import key_of
 from recipes.problems import Problem, ProblemsError, Setting, counted
@@ -118,8 +118,7 @@ def main() -> None:
             draw_curves,  # with matplotlib, which nothing else here needs
         )
 
-        title = titled(recipe, catalog.load(args.recipe)).title
-        draw_curves(reference, [row.run for row in rows], picture, title)
+        draw_curves(reference, [row.run for row in rows], picture, title_of(recipe))
     raise SystemExit(0 if rows and all(row.agrees for row in rows) else 1)
 
 

@@ -25,7 +25,7 @@ from launch.console.text_table import aligned
 from launch.machine import description
 from launch.ranks import joining, processes
 from launch.records.facts import Ending, RunFacts
-from launch.records.plan_text import titled
+from launch.records.titles import texts, title_of
 from launch.training.start import (
     RUN_RULES,
     add_run_arguments,
@@ -253,7 +253,8 @@ def checked_job(args: argparse.Namespace) -> Job:
     )
     job = job_of(args, facts, machine, beginning.weights)
     adopt = adoption.write if adoption else None
-    return replace(job, adopt=adopt, outcome=sampled)
+    stated = arguments.stated(args.set, "run.prompt") is not None
+    return replace(job, adopt=adopt, outcome=partial(sampled, stated=stated))
 
 
 def beginning_of(args: argparse.Namespace) -> Beginning:
@@ -302,9 +303,7 @@ def recipe_of(
         raise ProblemsError.of(
             "task", "a recipe with a task", "pretraining has none", fix
         )
-    if beginning.branch_point:
-        return recipe
-    return titled(recipe, beginning.original)
+    return recipe.model_copy(update={"title": title_of(recipe)})
 
 
 def config_of(args: argparse.Namespace, beginning: Beginning, recipe: Recipe) -> str:
@@ -339,16 +338,27 @@ def with_epochs(args: argparse.Namespace, load: Callable[..., Recipe]) -> list[s
     return [*settings, f"steps={steps}"]
 
 
-def sampled(job: Job, corpus: Corpus) -> Ending:
-    return Ending(sample=sample(job.plan.recipe, job.checkpoints, corpus.tokenizer))
+def sampled(job: Job, corpus: Corpus, *, stated: bool) -> Ending:
+    """Make the sample, on other text than the row's by its first words, unless the prompt was `stated`."""
+    recipe = job.plan.recipe
+    own = job.facts.original or recipe
+    prompt = recipe.run.prompt
+    other = texts(recipe.data) != texts(own.data)
+    if prompt and prompt == own.run.prompt and other and not stated:
+        run = recipe.run.model_copy(update={"prompt": corpus.opening()})
+        recipe = recipe.model_copy(update={"run": run})
+    try:
+        return Ending(sample=sample(recipe, job.checkpoints, corpus.tokenizer))
+    except (ValueError, FloatingPointError) as why:
+        return Ending(no_sample=f"not sampled: {why}")
 
 
 def sample(
     recipe: Recipe, checkpoints: Path, tokenizer: PreTrainedTokenizerFast
 ) -> str | None:
-    """Return the final weights' continuation of run.prompt, or fillings of its masks; or why there is none.
+    """Return the final weights' continuation of run.prompt, or fillings of its masks; None without a prompt.
 
-    None without a prompt.
+    Raises ValueError or FloatingPointError: why there is none.
     """
     from data.text.vocabulary import unused_numbers
     from launch.checkpoints import run_checkpoints
@@ -359,25 +369,16 @@ def sample(
     if recipe.run.prompt is None:
         return None
     if cost.parameters(recipe.model, recipe.positions) > LARGEST_SAMPLED:
-        return f"not sampled: more than {LARGEST_SAMPLED:,} parameters"
+        raise ValueError(f"more than {LARGEST_SAMPLED:,} parameters")
     saved = run_checkpoints.newest(checkpoints)
     if saved is None or saved.step < recipe.steps:
-        return (
-            "not sampled: there is no checkpoint of the last step (run.save_last=false); "
-            "--set run.save_last=true keeps one"
-        )
+        lacks = "there is no checkpoint of the last step (run.save_last=false)"
+        raise ValueError(f"{lacks}; --set run.save_last=true keeps one")
     answer = fill_prompt if recipe.model.facts.masked else continue_prompt
-    try:
-        conversion_of(recipe.model)
-    except ValueError as error:
-        return f"not sampled: {error}"
+    conversion_of(recipe.model)
     model = in_transformers(recipe, StoredTensors(saved.directory, saved.manifest))
-    try:
-        return answer(
-            model, tokenizer, recipe.run.prompt, recipe.seed, unused_numbers(tokenizer)
-        )
-    except FloatingPointError as error:
-        return f"not sampled: {error}"
+    never = unused_numbers(tokenizer)
+    return answer(model, tokenizer, recipe.run.prompt, recipe.seed, never)
 
 
 def source_of(

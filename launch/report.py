@@ -18,11 +18,12 @@ if not __package__:
 from launch.console import ends
 from launch.console.terminal import say
 from recipes.files import path_of
-from recipes.problems import Problem, ProblemsError
+from recipes.problems import Problem, ProblemsError, counted
 from recipes.tables import FOLDER
 
 if TYPE_CHECKING:
     from launch.reports.document import ReportDocument
+    from launch.reports.runs import ReportedRun
 
 EXAMPLES = """\
 examples:
@@ -40,6 +41,8 @@ examples:
       the table as published, with nothing run
   python launch/report.py runs --all --out reports/july
       every published table, run or not
+  python launch/report.py runs/mine --card card.png --usd_per_gpu_hour 2.5
+      one run in a picture of 1200 x 630 pixels, with what its steps cost
 
 A run is a directory with recipe.yaml, metrics.jsonl and, once it has ended,
 result.json; one that is still running is shown as unfinished. Tiny runs are
@@ -57,6 +60,12 @@ exit codes: 0 written; 1 written, but some file of a run or of a table could
 not be read (they are named); 2 refused, nothing written."""
 
 
+RULES = (
+    ("--card", "--table, --all, --over, --out", "a card is of one run"),
+    ("--usd_per_gpu_hour", "+--card", "a card says what a run cost"),
+)
+
+
 def main(arguments: Sequence[str] | None = None, folder: Path = FOLDER) -> int:
     """Write the requested report and return the exit code. `folder` holds the tables."""
     args = build_parser().parse_args(arguments)
@@ -68,9 +77,9 @@ def main(arguments: Sequence[str] | None = None, folder: Path = FOLDER) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    from launch.console.arguments import command
+    from launch.console.arguments import command, number
 
-    parser = command(__doc__, EXAMPLES)
+    parser = command(__doc__, EXAMPLES, RULES)
     add = parser.add_argument
     runs = "a run directory, a glob of them, or a folder with runs somewhere below it"
     table = "only this table of recipes/, run or not; a YAML file of your own will do; repeatable"
@@ -86,7 +95,28 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--out", metavar="DIR", help="where to write (default: reports/<table or runs>)"
     )
+    card = "instead draw the card of one run: what was trained and how, its curve, speed and sample"
+    add("--card", metavar="FILE", help=card)
+    price = "price of a process's GPU for an hour, for the card"
+    add("--usd_per_gpu_hour", type=number(0, 10**6), metavar="USD", help=price)
     return parser
+
+
+def card(args: argparse.Namespace, runs: Sequence[ReportedRun]) -> int:
+    """Draw the card of one run. Raises ProblemsError for a refusal; return the exit code."""
+    from launch.console.new_output import new_file
+    from launch.records.card import draw_card
+
+    if len(runs) != 1:
+        came = f"--card of {counted(len(runs), 'run')}"
+        raise ProblemsError.of("--card", came, "a card is of one run", "name one")
+    (run,) = runs
+    out = new_file("--card", args.card, (".png",))
+    draw_card(run.records, run.result, out, args.usd_per_gpu_hour)
+    say(f"{out}: {run.title}, {run.status}")
+    for problem in run.problems:
+        say(problem, sys.stderr)
+    return 1 if run.problems else 0
 
 
 def report(args: argparse.Namespace, folder: Path) -> int:
@@ -123,6 +153,8 @@ def report(args: argparse.Namespace, folder: Path) -> int:
         read_run(path, label, tables.recipe)
         for path, label in zip(paths, run_labels, strict=True)
     ]
+    if args.card:
+        return card(args, runs)
     names += tables.published() if args.all else []
     made = document.assemble(
         tables,

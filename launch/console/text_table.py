@@ -16,6 +16,7 @@ from recipes.problems import visible
 NOTHING = "–"  # for a missing value
 ALIGNMENTS = {"l": "left", "r": "right"}
 PADDING = 2  # added to headings by tabulate
+DURATIONS = {"days": 86400, "hours": 3600, "minutes": 60, "seconds": 1}
 LEAST_WRAPPED = 16  # columns; a narrower last column is hard to read
 
 
@@ -62,6 +63,14 @@ def loss(value: float | None) -> str:
 def ratio(value: float) -> str:
     """Write 0.9873 as "0.987x"; far from 1 with three significant digits, so that 5e-06 is not zero."""
     return f"{value:.3f}x" if 0.1 <= value < 10 else f"{value:.3g}x"
+
+
+def duration(seconds: float) -> str:
+    """Write a duration in the largest unit that it fills."""
+    for unit, size in DURATIONS.items():
+        if seconds >= size:
+            return f"{seconds / size:,.3g} {unit}"
+    return f"{seconds:,.3g} seconds"
 
 
 def gigabytes(value: float | None) -> float | None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from launch.console.text_table import Page
+from launch.console.text_table import Page, duration
 from launch.planning.memory_fit import Fit, fit, how
 from launch.planning.prediction.forecast import Forecast
-from launch.planning.prediction.forecast_text import duration, errors
+from launch.planning.prediction.forecast_text import errors
 from launch.planning.prediction.hardware import Node
 from recipes.problems import counted
 from recipes.schema import Recipe

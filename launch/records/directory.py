@@ -11,7 +11,8 @@ Another run never overwrites anything in it.
     environment.json   one entry per launch: command line, commit, versions, hardware, layout, notices
     metrics.jsonl      one line per optimizer step, validation and note (launch/records/metrics.py)
     tensorboard/       the same as events
-    loss.png           the loss curve (launch/records/loss_plot.py)
+    loss.png           the loss curves (launch/records/loss_plot.py)
+    card.png           the run in one picture (launch/records/card.py)
     result.json        one row of a results table (launch/records/result.py)
     wandb-run-id.txt   the id at Weights & Biases, where it is logged to (launch/records/wandb_run.py)
     checkpoints/
@@ -129,6 +130,7 @@ class RunDirectory:
     metrics_jsonl = _Place("metrics.jsonl")
     tensorboard = _Place("tensorboard", folder=True)
     loss_png = _Place("loss.png")
+    card_png = _Place("card.png")
     result_json = _Place("result.json")
     checkpoints = _Place("checkpoints", folder=True)
     tokenizer = _Place("tokenizer", folder=True)

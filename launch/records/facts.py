@@ -173,6 +173,7 @@ class Ending:
     reason: str | None = None
     peaks: Peaks | None = None  # of all ranks; None: only rank 0's are known
     sample: str | None = None
+    no_sample: str | None = None  # the reason
     task_scores: tuple[TaskScore, ...] = ()
 
 

@@ -1,121 +1,157 @@
-"""The loss curve of a run, drawn from its records."""
+"""The loss curves of a run, drawn from its records."""
 
 from __future__ import annotations
 
-import itertools
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 from matplotlib.ticker import MaxNLocator
 
 from launch.records.metrics import Records, curve
+from launch.records.result import Result
 from recipes.families import LossFigure
-from recipes.schema import Branch
 
-LABEL_WIDTH = 48  # characters along the line of a branch
-LABEL_LINES = 3
+INK = "#1c2024"
+QUIET = "#5d6670"
+TRAINING = "#3b82c4"
+VALIDATION = "#d9822b"
+BRANCH = "#3a9d5d"
+ACROSS = ("data", "axes fraction")  # a step, and a share of the height
+PANELS = 2  # figures of a model that are drawn: a BERT's two objectives
+HEIGHTS = (3, 2)  # of the panels, relative to each other
 MOST_NEIGHBOURS = 100  # steps on either side of a step in the moving average
-LINE = 1.4  # distance of lines of text in the margin, in font sizes
+SIZE = 9  # of text in the margin, points
+LINE = 1.4  # distance of its lines, in font sizes
+WIDTH = 125  # characters of a small line across a picture
+TITLE_WIDTH = 66
 
 
-def plot_loss(
-    records: Records,
-    out_png: Path,
-    reference_lines: Mapping[str, float],
-    figure: LossFigure,
-    title: str = "",
-) -> None:
-    """Draw a loss in training, its moving average, validation points and reference lines.
+class CurveName(NamedTuple):
+    """A text in the margin, at its height on the y axis."""
 
-    `reference_lines`: label -> nats, such as the entropies of a uniform and a unigram model.
-    """
-    train = curve(records.steps, figure)
-    validation = curve(records.validations, figure)
-    # Figure and canvas by hand: pyplot would keep a global state and ask for a display.
-    picture = Figure(figsize=(8, 5), layout="constrained")
-    FigureCanvasAgg(picture)
-    axes = picture.add_subplot()
-    if train:
-        steps, losses = zip(*train, strict=True)
-        axes.plot(
-            steps,
-            losses,
-            linewidth=0.6,
-            alpha=0.5,
-            color="tab:blue",
-            label="training, each step",
-        )
-        label = average_label(len(losses))
-        axes.plot(
-            steps, moving_average(losses), linewidth=1.8, color="tab:blue", label=label
-        )
-    if validation:
-        axes.plot(
-            *zip(*validation, strict=True),
-            "o-",
-            markersize=4,
-            color="tab:orange",
-            label="validation",
-        )
-    for left in records.branches:
-        mark_branch(axes, left.branch)
-    for value, style in zip(
-        reference_lines.values(), itertools.cycle(("--", ":", "-.")), strict=False
-    ):
-        axes.axhline(value, linestyle=style, color="gray", linewidth=1)
-    write_in_margin(
-        axes,
-        [(value, f"{label} {value:.2f}") for label, value in reference_lines.items()],
-        "gray",
-    )
-    axes.xaxis.set_major_locator(step_ticks())
-    axes.set_xlabel("optimizer step")
-    axes.set_ylabel(str(figure))
-    axes.set_title(title)
-    axes.grid(alpha=0.2)
-    if train or validation:
-        axes.legend(loc="upper right")
+    y: float
+    text: str
+    color: str
+
+
+def plot_loss(records: Records, result: Result, out_png: Path) -> None:
+    """Draw the losses of a run in training and validation, one panel for each objective."""
+    figures = result.figures[:PANELS]
+    size = (8, 2.8 + 2.2 * len(figures))
+    # by hand: pyplot would keep a global state and ask for a display
+    picture = Figure(figsize=size, layout="constrained")
+    ratios = HEIGHTS[: len(figures)]
+    panels = picture.subplots(
+        len(figures), sharex=True, squeeze=False, height_ratios=ratios
+    )[:, 0]
+    title = textwrap.fill(result.title, TITLE_WIDTH)
+    picture.suptitle(title, color=INK, weight="bold", x=0.01, ha="left")
+    panels[0].set_title(about(result), fontsize=8, color=QUIET, loc="left")
+    panels[-1].set_xlabel("optimizer step", color=INK)
+    for axes, figure in zip(panels, figures, strict=True):
+        axes.set_ylabel(str(figure), color=INK, fontsize=9)
+        draw_losses(axes, records, result, figure)
+    words = []
+    for number, left in enumerate(records.branches, 1):
+        branch = left.branch
+        for axes in panels:
+            axes.axvline(branch.step, color=BRANCH, linewidth=1)
+            axes.annotate(
+                f" {number}", (branch.step, 0.95), xycoords=ACROSS, color=BRANCH
+            )
+        of = f"{number}: branch of {Path(branch.run).name} from step {branch.step:,} on"
+        words.append(textwrap.fill(f"{of}: {branch.changes}", WIDTH))
+    if words:
+        picture.supxlabel("\n".join(words), fontsize=8, color=BRANCH, x=0.01, ha="left")
+    without_formulas(picture)
     picture.savefig(out_png, dpi=120)
 
 
-def mark_branch(axes: Axes, branch: Branch) -> None:
-    """Draw a line where a branch begins, and write along it whose it is and what it changes."""
-    axes.axvline(branch.step, color="tab:green", linewidth=1.2)
-    text = f"branch of {Path(branch.run).name} from step {branch.step:,} on: {branch.changes}"
-    label = textwrap.fill(text, LABEL_WIDTH, max_lines=LABEL_LINES, placeholder=" …")
-    across = axes.get_xaxis_transform()
-    how: dict[str, Any] = dict(
-        rotation=90, ha="right", va="bottom", ma="left", fontsize=7
-    )
-    axes.text(
-        branch.step, 0.01, f"{label} ", transform=across, color="tab:green", **how
-    )
+def about(result: Result) -> str:
+    """Say of a run in small lines how it was laid out, where, over how many tokens and seconds of steps."""
+    parts = [result.way, str(result.hardware), result.amount]
+    return textwrap.fill("  ·  ".join(filter(None, parts)), WIDTH)
+
+
+def draw_losses(
+    axes: Axes, records: Records, result: Result, figure: LossFigure
+) -> None:
+    """Draw a figure's training and validation curves, named in the margin with their last values.
+
+    Thin: the loss of each step; thick: its moving average. Grey: the loss of a uniform and of a unigram model.
+    """
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(x=0.01)
+    axes.xaxis.set_major_locator(step_ticks())
+    train = curve(records.steps, figure)
+    validation = curve(records.validations, figure)
+    lone = "." if len(train) == 1 else ""
+    names = []
+    if train:
+        steps, losses = zip(*train, strict=True)
+        axes.plot(steps, losses, color=TRAINING, linewidth=0.6, alpha=0.5, marker=lone)
+        axes.plot(steps, moving_average(losses), color=TRAINING, linewidth=1.8)
+    if validation:
+        steps, losses = zip(*validation, strict=True)
+        axes.plot(steps, losses, "o-", color=VALIDATION, markersize=4, linewidth=1.2)
+    for split, color in (("training", TRAINING), ("validation", VALIDATION)):
+        found = getattr(result.losses, split)
+        value = figure.of(found) if found else None
+        if value is not None:
+            names.append(CurveName(value, f"{split} {value:.4f}", color))
+    entropies = []
+    if figure == result.figures[0]:
+        entropies = [each for each in vars(result.entropies).items() if each[1]]
+    draw_references(axes, entropies, names)
+
+
+def draw_references(
+    axes: Axes, entropies: Iterable[tuple[str, float]], names: Sequence[CurveName] = ()
+) -> None:
+    """Draw a grey line for each (kind, nats), and name it and the curves, after these are drawn.
+
+    A line outside the axis is only named at its edge.
+    """
+    bottom, top = axes.get_ylim()
+    labels = [*names]
+    for kind, value in entropies:
+        labels.append(CurveName(value, f"{kind} {value:.3f}", QUIET))
+        if bottom <= value <= top:
+            style = ":" if kind == "unigram" else "--"
+            axes.axhline(value, color=QUIET, linestyle=style, linewidth=0.8)
+    write_in_margin(axes, labels)
+
+
+def without_formulas(picture: Figure) -> None:
+    """Show all text as it is: a $ in a title is a dollar."""
+    for text in picture.findobj(Text):
+        assert isinstance(text, Text)
+        text.set_parse_math(False)
 
 
 def moving_average(values: Sequence[float]) -> list[float]:
-    """Average each value with equally many neighbours on both sides, so that a falling curve stays in place.
+    """Average each value with its neighbours on both sides.
 
-    The number of neighbours falls to 0 towards both ends.
+    At the beginning, where a loss falls steeply, it has equally many on both sides, so that the curve stays
+    in place. The last value has those before it alone.
     """
     reach = _reach(len(values))
-    last = len(values) - 1
-    around = (min(reach, index, last - index) for index in range(len(values)))
-    return [mean(values[index - n : index + n + 1]) for index, n in enumerate(around)]
+    found = []
+    for index in range(len(values)):
+        before = min(reach, index)
+        found.append(mean(values[index - before : index + before + 1]))
+    return found
 
 
 def mean(values: Sequence[float]) -> float:
     """Return the mean of values whose sum may be too large for a float."""
     return sum(value / len(values) for value in values)
-
-
-def average_label(count: int) -> str:
-    """Return the label of the moving average over `count` steps."""
-    return f"training, mean of the {2 * _reach(count) + 1} steps around (fewer towards the ends)"
 
 
 def _reach(count: int) -> int:
@@ -128,40 +164,37 @@ def step_ticks() -> MaxNLocator:
     return MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True)
 
 
-def write_in_margin(
-    axes: Axes, labels: Sequence[tuple[float, str]], color: str, size: float = 9
-) -> None:
-    """Write each text at its height on the y axis, right of the axes and without overlaps.
+def write_in_margin(axes: Axes, names: Sequence[CurveName]) -> None:
+    """Write each name at its height on the y axis, right of the axes and without overlaps.
 
     An arrow marks a value above or below the axis. Call it after everything is drawn.
     """
     low, high = axes.get_ylim()
-    found = sorted(
-        ((min(max((y - low) / (high - low), 0), 1), y, text) for y, text in labels),
-        reverse=True,
-    )
-    rows = max((1 + text.count("\n") for _, _, text in found), default=1)
+    shares = [min(max((each.y - low) / (high - low), 0), 1) for each in names]
+    found = sorted(zip(shares, names, strict=True), reverse=True)
     figure = axes.get_figure(root=True)
     assert figure is not None
     inches = axes.get_window_extent().height / figure.dpi
     # between two middles, as a share of the height
-    gap = LINE * size * rows / 72 / inches
+    gap = LINE * SIZE / 72 / inches
     heights: list[float] = []
-    for height, _, _ in found:  # down, away from each one above
+    for height, _ in found:  # down, away from each one above
         heights.append(min([height, *(above - gap for above in heights[-1:])]))
     lowest = 0.0
     for index in reversed(range(len(heights))):  # and up again, from the lower edge
         heights[index] = max(heights[index], lowest)
         lowest = heights[index] + gap
-    at: dict[str, Any] = {
-        "xycoords": "axes fraction",
-        "xytext": (5, 0),
-        "textcoords": "offset points",
-    }
-    for height, (_, y, text) in zip(heights, found, strict=True):
-        arrow = " ↑" if y > high else ""
-        if y < low:
+    for height, (_, name) in zip(heights, found, strict=True):
+        arrow = " ↑" if name.y > high else ""
+        if name.y < low:
             arrow = " ↓"
         axes.annotate(
-            f"{text}{arrow}", (1, height), fontsize=size, color=color, va="center", **at
+            f"{name.text}{arrow}",
+            (1, height),
+            xytext=(5, 0),
+            xycoords="axes fraction",
+            textcoords="offset points",
+            va="center",
+            fontsize=SIZE,
+            color=name.color,
         )

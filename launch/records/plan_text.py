@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ds_configs.plan import Plan
-from launch.console.text_table import Page, short
+from launch.console.text_table import Page
 from launch.machine.memory import model_states
+from launch.records.titles import title_of
 from modeling import cost
 from recipes.consistency import untrained
 from recipes.layout import BatchSchedule
@@ -88,7 +89,7 @@ def describe_plan(
         else ""
     )
     lines = [
-        ("recipe", f"{name}: {recipe.title}"),
+        ("recipe", f"{name}: {title_of(recipe)}"),
         *([("  taken from", surroundings.recipe_of)] if surroundings.recipe_of else []),
         *describe_branch(recipe.branch),
         ("model", shape),
@@ -242,18 +243,3 @@ def family_of(model: Model) -> str:
         classes = "" if model.task_head == "span" else f" of {model.head_classes}"
         head = f"{model.task_head} head{classes}"
     return f"{title} ({model.layer_norm}-LN, {head})"
-
-
-def titled(recipe: Recipe, original: Recipe) -> Recipe:
-    """Give a recipe the title of its own model and data where these are no more those of `original`."""
-    untold = recipe.title.removesuffix(" (tiny)") == original.title
-    if not untold or (recipe.model == original.model and recipe.data == original.data):
-        return recipe
-    family = recipe.model.facts.title
-    parameters = cost.parameters(recipe.model, recipe.positions)
-    packaged = "the State of the Union addresses"
-    data = " + ".join(
-        (origin.name or packaged).rstrip("/") for origin in recipe.data.origins
-    )
-    title = f"{family} of {short(parameters)} parameters on {data}"
-    return recipe.model_copy(update={"title": title})

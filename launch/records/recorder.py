@@ -249,8 +249,8 @@ class Recorder(SilentRecorder):
             ending = replace(ending, peaks=peaks)
         # Before the plot: after a failure of another rank this one is soon ended.
         result = self._write_result(ending, records)
-        with self.keeping(self.directory.loss_png):
-            self._plot(records)
+        if result:
+            self._draw(records, result)
         self._close()
         if self._lost and ending.status == "ok":
             ending = replace(
@@ -270,13 +270,14 @@ class Recorder(SilentRecorder):
 
         width = terminal.columns(self._stream)
         text = [f"\n{result_text(result, width)}"] if result else []
-        if ending.sample:
+        written = ending.sample or ending.no_sample
+        if written:
             # a young model writes many empty lines; result.json has them all
-            sample = re.sub(r"\n{3,}", "\n\n", visible(ending.sample))
+            sample = re.sub(r"\n{3,}", "\n\n", visible(written))
             sample = textwrap.indent(sample, "  ")
             text += ["\nsample", terminal.wrapped(sample, width, hang=0)]
         text.append(
-            f"\n{self.directory.path}: result.json, loss.png, metrics.jsonl{self._checkpoints()}"
+            f"\n{self.directory.path}: result.json, loss.png, card.png, metrics.jsonl{self._checkpoints()}"
         )
         if stopped:
             text.append(f"{stopped}; resume with the same command and --resume")
@@ -360,20 +361,19 @@ class Recorder(SilentRecorder):
             write_result(self.directory.result_json, result)
         return result
 
-    def _plot(self, records: metrics.Records) -> None:
-        """Draw loss.png."""
+    def _draw(self, records: metrics.Records, result: Result) -> None:
+        """Draw loss.png and card.png."""
         # a notebook's, which fails outside of it, and nothing is shown
         os.environ.pop("MPLBACKEND", None)
-        # with matplotlib, which no first step needs
-        from launch.records.loss_plot import plot_loss
+        with self.keeping(self.directory.loss_png):
+            # with matplotlib, which no first step needs
+            from launch.records.loss_plot import plot_loss
 
-        run = self._run
-        references = {
-            kind: nats for kind, nats in vars(run.entropies).items() if nats is not None
-        }
-        plot_loss(
-            records, self.directory.loss_png, references, self._figures[0], run.name
-        )
+            plot_loss(records, result, self.directory.loss_png)
+        with self.keeping(self.directory.card_png):
+            from launch.records.card import draw_card
+
+            draw_card(records, result, self.directory.card_png)
 
     def _close(self) -> None:
         """Close screen and files; a second call does nothing."""

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 
 from data.durable_files import write_atomically
 from ds_configs.plan import Plan
-from launch.console.text_table import gigabytes, number
+from launch.console.text_table import duration, gigabytes, number
 from launch.records import metrics
 from launch.records.deviations import (
     Deviation,
@@ -38,6 +38,7 @@ from launch.records.facts import (
     TaskScore,
 )
 from launch.records.metrics import Records, rates
+from launch.records.titles import title_of
 from modeling import cost
 from recipes import files
 from recipes.families import MINIMISED, LossFigure
@@ -170,6 +171,9 @@ class Result:
     parameters_summed_over_tp_ranks: int | None = None
     steps: int = 0  # including `skipped_steps` that the loss scaler skipped
     skipped_steps: int = 0
+    # read by the run's own steps, and the seconds of these steps; None: an older result
+    tokens: int | None = None
+    seconds: Finite | None = None
     losses: Losses = Losses()
     entropies: Entropies = Entropies()
     speed: Speed = Speed()
@@ -189,6 +193,22 @@ class Result:
     # the run that it goes on from; None: it began by itself
     branch: Branch | None = None
     version: Literal[2] = 2
+
+    @property
+    def way(self) -> str:
+        """The layout, ZeRO stage, offload and precision in words."""
+        degrees = "layout not recorded"
+        if self.layout:
+            degrees = self.layout.degrees(self.sequence_parallel)
+        sharding = f"ZeRO-{self.zero_stage}, offload {self.offload}"
+        return f"{degrees}, {sharding}, {self.precision_text}"
+
+    @property
+    def amount(self) -> str:
+        """The tokens of the run's own steps and their time in words; "" for an older result."""
+        if self.tokens is None or self.seconds is None:
+            return ""
+        return f"{self.tokens:,} tokens in {duration(self.seconds)}"
 
     @property
     def precision_text(self) -> str | None:
@@ -231,6 +251,7 @@ def make_result(run: RunFacts, records: Records, ending: Ending) -> Result:
     other = not_comparable(
         run.original or recipe, plan, tiny=run.tiny, emulated_fp16=run.emulated_fp16
     )
+    samples = recipe.sizes.samples(last) - recipe.sizes.samples(recipe.begins_after)
     tp = plan.layout.tp
     per_rank = cost.parameters_per_rank(
         recipe.model, recipe.positions, plan.padded_vocab, tp
@@ -238,7 +259,7 @@ def make_result(run: RunFacts, records: Records, ending: Ending) -> Result:
     measured = Result(
         recipe=run.name,
         status=ending.status,
-        title=recipe.title,
+        title=title_of(recipe),
         tiny=run.tiny,
         reason=ending.reason,
         emulated_fp16=run.emulated_fp16 and plan.precision == "fp16",
@@ -246,6 +267,8 @@ def make_result(run: RunFacts, records: Records, ending: Ending) -> Result:
         parameters_summed_over_tp_ranks=tp * per_rank,
         steps=last,
         skipped_steps=sum(record.skipped for record in steps),
+        tokens=max(0, samples) * recipe.model.sequences * recipe.sequence_length,
+        seconds=math.fsum(record.seconds for record in records.own_steps),
         losses=Losses(
             _training_loss(records.own_steps),
             _last(records.validations),

@@ -28,16 +28,9 @@ def result_text(result: Result, width: int | None = None) -> str:
 
 
 def _lines(result: Result) -> list[tuple[str, str]]:
-    layout = result.layout
     speed = result.speed
     memory = result.memory
-    degrees = "layout not recorded"
-    if layout:
-        degrees = layout.degrees(result.sequence_parallel)
-    how = (
-        f"ZeRO-{result.zero_stage}, offload {result.offload}, {result.precision_text}, activation "
-        f"checkpointing {result.activation_checkpointing}"
-    )
+    how = f"{result.way}, activation checkpointing {result.activation_checkpointing}"
     skipped = f" ({result.skipped_steps:,} skipped)" if result.skipped_steps else ""
     waited = speed.data_wait_share
     peak = NOT_MEASURED
@@ -56,7 +49,7 @@ def _lines(result: Result) -> list[tuple[str, str]]:
     lines += [
         ("recipe", f"{result.recipe}: {result.title}"),
         ("status", result.status + (f": {result.reason}" if result.reason else "")),
-        ("run with", f"{result.ds_config}: {degrees}, {how}"),
+        ("run with", f"{result.ds_config}: {how}"),
         *(
             [("implementation", str(result.implementation))]
             if result.implementation != OURS

@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 from launch.reports import plots, scores
 from launch.reports.comparison import MOST_COMPARED, Comparison, compare
@@ -17,6 +16,7 @@ from launch.reports.entries import (
     RowEntry,
     Scale,
     entries_of,
+    entry_of,
     measured_columns,
     remarks_of,
 )
@@ -74,12 +74,14 @@ class Section:
         return [entry.run for entry in self.entries if entry.run]
 
     @property
-    def groups(self) -> list[tuple[PublishedRow, list[RowEntry]]]:
-        """Group the entries by row."""
-        return [
-            (row, list(entries))
-            for row, entries in groupby(self.entries, key=lambda entry: entry.row)
-        ]
+    def listed(self) -> list[tuple[PublishedRow, list[RowEntry]]]:
+        """Group the entries by row, in table order: the rows of a document, of other tables those not run."""
+        found = []
+        for row in self.table.rows:
+            own = [entry for entry in self.entries if entry.row == row]
+            if self.table.source or not own[0].run:
+                found.append((row, own))
+        return found
 
     @property
     def summary(self) -> str:
@@ -110,6 +112,7 @@ class ReportDocument:
     problems: list[str]
     notes: list[str]
     scores: ReportTable | None
+    runs: Sequence[ReportedRun]
 
 
 def assemble(
@@ -128,6 +131,7 @@ def assemble(
     problems: list[str] = []
     notes: list[str] = []
     tuned = scores.finetuned_models(runs, problems)
+    asked = names
     if not only_named:
         # "" of a run whose files do not name its recipe
         of_runs = {run.table for run in runs}
@@ -145,8 +149,7 @@ def assemble(
         notes.append(f"{many}: name 2 to {MOST_COMPARED} of them")
     comparison = compare(shown) if 2 <= len(shown) <= MOST_COMPARED else None
 
-    def section(table: PublishedTable, runs: Sequence[ReportedRun]) -> Section:
-        entries = entries_of(table, runs)
+    def section(table: PublishedTable, entries: list[RowEntry]) -> Section:
         ran = [entry.run for entry in entries if entry.run]
         remarks = [(row, remarks_of(row)) for row in table.rows]
         drawn = plots.throughput(entries) + plots.of_runs(ran)
@@ -162,20 +165,17 @@ def assemble(
         )
 
     sections = []
-    strangers = []
-    for name in names:
-        published = None
-        own = [run for run in shown if run.table == name]
-        try:
-            published = tables.get(name)
-        except ProblemsError as error:
-            problems += [str(problem) for problem in error.problems]
-        if published:
-            sections.append(section(published, own))
-        rows = {row.name for row in published.rows} if published else set()
-        strangers += [run for run in own if run.name.rpartition("/")[2] not in rows]
+    for table in _read(tables, names, problems):
+        made = section(table, entries_of(table, shown))
+        if made.runs or made.finetuned or table.name in asked:
+            sections.append(made)
+    sections.sort(key=lambda each: not each.runs)
+    placed = [run for each in sections for run in each.runs]
+    strangers = [run for run in shown if run not in placed]
     if strangers:
-        sections.append(section(_table_of_strangers(strangers), strangers))
+        table = _table_of_strangers(strangers)
+        pairs = zip(table.rows, strangers, strict=True)
+        sections.insert(0, section(table, [entry_of(*pair) for pair in pairs]))
     problems += [str(problem) for each in sections for problem in each.table.problems]
     problems += [problem for run in runs for problem in run.problems]
     drawn = plots.losses(comparison.runs, over) if comparison else []
@@ -189,7 +189,21 @@ def assemble(
         list(dict.fromkeys(problems)),
         notes,
         scores.frame(shown, [each for each in tuned if each not in in_rows]),
+        runs,
     )
+
+
+def _read(
+    tables: Tables, names: Sequence[str], problems: list[str]
+) -> list[PublishedTable]:
+    """Read the tables that there are; add what is wrong with others to `problems`."""
+    found = []
+    for name in names:
+        try:
+            found.append(tables.get(name))
+        except ProblemsError as error:
+            problems += map(str, error.problems)
+    return [table for table in found if table]
 
 
 def _title(sections: Sequence[Section], comparison: Comparison | None) -> str:
@@ -200,12 +214,11 @@ def _title(sections: Sequence[Section], comparison: Comparison | None) -> str:
 
 
 def _table_of_strangers(runs: Sequence[ReportedRun]) -> PublishedTable:
-    """Make a table of the runs of users' own recipe files and of rows no longer in their table."""
+    """Make a table of the runs that no table has a row for, a row for each."""
     rows = []
-    for name, run in {run.name: run for run in runs}.items():
-        table, _, row = name.rpartition("/")
-        title = (run.recipe.title if run.recipe else run.result.title) or name
-        rows.append(PublishedRow(table, row, (title,), run.recipe))
-    note = "Rows of the user's own files; their titles are those of the runs."
-    title = "Recipes that are in no table of recipes/"
-    return PublishedTable(ELSEWHERE, title, None, note, ("Recipe",), rows)
+    for run in runs:
+        table, _, row = run.name.rpartition("/")
+        rows.append(PublishedRow(table, row, (run.title or run.name,), run.recipe))
+    note = "Runs of own recipes, on own text, or of another model than the row whose settings they took."
+    title = "Runs that are no row of a table"
+    return PublishedTable(ELSEWHERE, title, None, note, ("Trained",), rows)

@@ -16,9 +16,11 @@ from launch.records.deviations import (
 )
 from launch.records.result import TFLOPS_BY, ComparedQuantity, Result, compare_with
 from launch.records.result_text import EXACT
+from launch.records.titles import texts
 from launch.reports.runs import OOM, ReportedRun
 from launch.reports.tables import PublishedRow, PublishedTable
 from recipes.families import LossFigure
+from recipes.tiny import tiny
 
 # size of a run compared with its row
 Scale = Literal["full", "tiny", "other", "unknown"]
@@ -50,10 +52,8 @@ class Column(NamedTuple):
     change: Literal["difference", "ratio", "loss"] = "ratio"
 
     def text(self, run: ReportedRun) -> str:
-        """Write the value of a run, with the spread of its steps behind a time."""
+        """Write the value of a run."""
         value = self.of(run.result)
-        if self.key == TIME and run.result.speed.quartiles_s:
-            return f"{number(value)} ({spread(run.result)})"
         return loss(value) if self.change == "loss" else number(value)
 
 
@@ -218,7 +218,7 @@ def measured_columns(
     counted = {TFLOPS_BY[each.tflops_by][1] for each in published if each.tflops}
     columns = []
     firsts = [run.result.figures[0] for run in runs]
-    for column in (*MEASURED, *loss_columns("validation", firsts)):
+    for column in (*loss_columns("validation", firsts), *MEASURED):
         if column.key in counted:
             column = column._replace(heading=f"{column.heading} (as published)")
         if any(column.of(run.result) is not None for run in runs):
@@ -226,8 +226,20 @@ def measured_columns(
     return columns
 
 
+def is_of_row(row: PublishedRow, run: ReportedRun) -> bool:
+    """Check that a run is of a row: of one that publishes nothing, it has the model and the text, too."""
+    if run.name != row.full_name:
+        return False
+    if row.published or row.recipe is None or run.recipe is None:
+        return True
+    recipe = tiny(row.recipe) if run.tiny else row.recipe
+    changed = changed_work(recipe, run.recipe)
+    same_text = texts(recipe.data) == texts(run.recipe.data)
+    return same_text and not any(key.startswith(OTHER_MODEL) for key in changed)
+
+
 def entries_of(table: PublishedTable, runs: Sequence[ReportedRun]) -> list[RowEntry]:
-    """Return the entries of every row in table order, runs newest first."""
+    """Return the entries of every row in table order, those with runs first, and the newest run first."""
     entries = []
     newest_first = sorted(
         runs,
@@ -236,9 +248,9 @@ def entries_of(table: PublishedTable, runs: Sequence[ReportedRun]) -> list[RowEn
     )
     for row in table.rows:
         entries += [
-            entry_of(row, run) for run in newest_first if run.name == row.full_name
+            entry_of(row, run) for run in newest_first if is_of_row(row, run)
         ] or [RowEntry(row)]
-    return entries
+    return sorted(entries, key=lambda entry: entry.run is None)
 
 
 def entry_of(row: PublishedRow, run: ReportedRun) -> RowEntry:

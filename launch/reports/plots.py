@@ -4,29 +4,33 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
 import matplotlib
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
-from matplotlib.text import Text
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullLocator
 
-from launch.records.loss_plot import mean, moving_average, step_ticks, write_in_margin
+from launch.console.text_table import loss
+from launch.records.loss_plot import (
+    INK,
+    CurveName,
+    draw_references,
+    mean,
+    moving_average,
+    step_ticks,
+    without_formulas,
+)
 from launch.records.result import TFLOPS_BY
 from launch.records.result_text import EXACT
 from launch.reports.comparison import incomparable
 from launch.reports.entries import COLUMNS, TIME, RowEntry
 from launch.reports.runs import OOM, Over, Points, ReportedRun
-from recipes.problems import counted
+from recipes.problems import counted, some
 
-INK = "#1c2024"
 FAINT = "#c3c9cf"
 PALETTE = (
     "#3b82c4",
@@ -41,6 +45,7 @@ PALETTE = (
 LOG_FROM = 30  # largest / smallest value; above this the axis is logarithmic
 DECADES_FROM = 1000  # above this such an axis has ticks at powers of ten only
 RUNS_PER_PLOT = len(PALETTE)
+NAMED = 3  # runs in a title
 # One dash pattern per run, so that curves show through each other's gaps; validations have marks.
 DASHES: tuple[Any, ...] = (
     "-",
@@ -108,17 +113,13 @@ def throughput(entries: Sequence[RowEntry]) -> list[Plot]:
 def losses(runs: Sequence[ReportedRun], over: Over = "steps") -> list[Plot]:
     """Plot training losses (moving average) and validations over steps, tokens or hours.
 
-    Runs whose losses are not comparable have plots of their own; a plot has `RUNS_PER_PLOT` runs.
+    Runs whose losses are not comparable have plots of their own; a plot has `RUNS_PER_PLOT` runs. Their names
+    stand in the margin.
     """
     plots = []
     for drawn in _comparable(run for run in runs if run.training or run.validation):
         for start in range(0, len(drawn), RUNS_PER_PLOT):
-            some = drawn[start : start + RUNS_PER_PLOT]
-            title = "Loss"
-            if len(some) < len(drawn):
-                which = f"runs {start + 1} to {start + len(some)} of {len(drawn)}"
-                title = f"Loss, {which}"
-            plots.append(_losses(some, over, title))
+            plots.append(_losses(drawn[start : start + RUNS_PER_PLOT], over))
     return plots
 
 
@@ -141,7 +142,9 @@ def of_runs(runs: Sequence[ReportedRun]) -> list[Plot]:
         return []
     oldest_first = list(reversed(runs))
     labels = [run.label for run in oldest_first]
-    figure = Figure(figsize=(8, 1.5 + 0.3 * len(runs)), layout="constrained")
+    figure = Figure(figsize=(8, 1.8 + 0.3 * len(runs)), layout="constrained")
+    title = _of("Speed and memory", runs)
+    figure.suptitle(title, fontsize=11, color=INK)
     for number, key in enumerate(("samples_per_s", "peak_gb"), start=1):
         axes = new_axes(figure, "", COLUMNS[key].heading, "", (1, 2, number))
         for y, run in enumerate(oldest_first):
@@ -158,7 +161,12 @@ def of_runs(runs: Sequence[ReportedRun]) -> list[Plot]:
         "A run without a bar says how it ended, or has no such number. Half of a run's steps lie within its "
         "line: runs whose lines overlap are not told apart by speed."
     )
-    return [_render(figure, {}, "Speed and memory of the runs", caption)]
+    return [_render(figure, title, caption)]
+
+
+def _of(what: str, runs: Sequence[ReportedRun]) -> str:
+    """Return the title of a plot of some runs, which no other plot of these quantities shows."""
+    return f"{what} of {some([run.label for run in runs], NAMED)}"
 
 
 def _in_place_of_a_bar(axes: Axes, y: int, text: str) -> None:
@@ -177,9 +185,9 @@ def _throughput(entries: Sequence[RowEntry], key: str) -> Plot:
     rows = list({entry.row.full_name: entry.row for entry in entries}.values())
     name_of_axis = _axis(entries, key)
     published = _published(entries, key)
-    figure = Figure(figsize=(8, 1.5 + 0.3 * len(rows)), layout="constrained")
-    axes = new_axes(figure, "", name_of_axis, "")
-    legend: dict[str, Artist] = {"published": Patch(**BARS)}
+    figure = Figure(figsize=(8, 1.8 + 0.3 * len(rows)), layout="constrained")
+    title = f"Published and measured: {rows[0].table}"
+    axes = new_axes(figure, title, name_of_axis, "")
     for y, row in enumerate(rows):
         value = published.get(row.full_name)
         if value is None:
@@ -194,7 +202,6 @@ def _throughput(entries: Sequence[RowEntry], key: str) -> Plot:
         if measured is not None:
             points.append(measured)
             axes.plot(measured, rows.index(entry.row), zorder=3, **DIAMONDS)
-            legend["measured"] = Line2D([], [], **DIAMONDS)
     drawn = [*published.values(), *points]
     least = min(drawn)
     most = max(drawn)
@@ -208,8 +215,7 @@ def _throughput(entries: Sequence[RowEntry], key: str) -> Plot:
     if any(row.errata for row in rows):
         parts.append("†: the source contradicts itself there.")
     parts.append(_left_out(entries, points))
-    label = f"Published and measured: {name_of_axis}"
-    return _render(figure, legend, label, " ".join(parts))
+    return _render(figure, f"{title}, {name_of_axis}", " ".join(parts))
 
 
 def _left_out(entries: Sequence[RowEntry], points: Sequence[float]) -> str:
@@ -221,41 +227,39 @@ def _left_out(entries: Sequence[RowEntry], points: Sequence[float]) -> str:
     return "" if points else "Nothing of this table has been measured here."
 
 
-def _losses(runs: Sequence[ReportedRun], over: Over, title: str) -> Plot:
-    unit = str(runs[0].result.figures[0])
-    height = 4.6 + 0.2 * ((len(runs) + 1) // 2)
-    figure = Figure(figsize=(8, height), layout="constrained")
-    axes = new_axes(figure, title, OVER[over], unit)
+def _losses(runs: Sequence[ReportedRun], over: Over) -> Plot:
+    drawn = runs[0].result.figures[0]
+    title = _of(f"{drawn.name[0].upper()}{drawn.name[1:]}", runs)
+    figure = Figure(figsize=(8, 4.6), layout="constrained")
+    axes = new_axes(figure, title, OVER[over], str(drawn))
     if over == "steps":
         axes.xaxis.set_major_locator(step_ticks())
     elif over == "tokens":
         axes.xaxis.set_major_formatter(EngFormatter())
-    legend: dict[str, Artist] = {}
+    names = []
     for run, color, dashes, mark in zip(runs, PALETTE, DASHES, MARKS, strict=False):
         steps = [step for step, _ in run.training]
-        averages = moving_average([loss for _, loss in run.training])
+        averages = moving_average([nats for _, nats in run.training])
         points = thin(run.along([*zip(steps, averages, strict=True)], over))
         # a curve of one point would be invisible as a line
         marker = "." if len(points) == 1 else ""
         style = {"linestyle": dashes, "marker": marker, "linewidth": 1.6}
         across = [x for x, _ in points]
-        (line,) = axes.plot(across, [y for _, y in points], color=color, **style)
-        legend[run.full_label] = line
+        axes.plot(across, [y for _, y in points], color=color, **style)
         validations = thin(run.along(run.validation, over))
         if validations:
-            drawn = zip(*validations, strict=True)
-            axes.plot(*drawn, color=color, marker=mark, **VALIDATION)
-    if any(run.validation for run in runs):
-        any_mark = {"color": INK, "marker": MARKS[0], **VALIDATION}
-        legend["validation (marks)"] = Line2D([], [], **any_mark)
-    draw_references(axes, _entropies(runs))
+            places = zip(*validations, strict=True)
+            axes.plot(*places, color=color, marker=mark, **VALIDATION)
+        for _, last in [*points, *validations][-1:]:
+            names.append(CurveName(last, f"{run.full_label} {loss(last)}", color))
+    draw_references(axes, _entropies(runs), names)
     caption = (
-        "Lines: training loss, the mean of the steps around each (a fifteenth of the run, 201 at most, fewer "
-        "towards the ends). Marks joined by dots: validation. Grey: entropy of a uniform and of a unigram "
-        f"model, with an arrow where it lies outside the axis. Curves of more than {MOST_POINTS} steps are "
-        "drawn as means of neighbouring steps."
+        "Lines: training loss, the mean of the steps around each (a fifteenth of the run, 201 at most). Marks "
+        "joined by dots: validation, and the number behind a run is its last one. Grey: entropy of a uniform "
+        "and of a unigram model, with an arrow where it lies outside the axis. Curves of more than "
+        f"{MOST_POINTS} steps are drawn as means of neighbouring steps."
     )
-    return _render(figure, legend, f"{title}, {unit}", caption)
+    return _render(figure, f"{title}, {drawn.unit}", caption)
 
 
 def thin(points: Points) -> Points:
@@ -338,39 +342,9 @@ def log_axis(axes: Axes, low: float, high: float) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
-def draw_references(axes: Axes, entropies: Iterable[tuple[str, float]]) -> None:
-    """Draw and name a grey line for each (kind, nats), after the curves are drawn.
-
-    A line outside the axis is only named at its edge.
-    """
-    bottom, top = axes.get_ylim()
-    labels = []
-    for kind, value in entropies:
-        labels.append((value, f"{kind} {value:.3f}"))
-        if bottom <= value <= top:
-            style = ":" if kind == "unigram" else "--"
-            axes.axhline(value, color=FAINT, linestyle=style, linewidth=1.2)
-    write_in_margin(axes, labels, INK, 8)
-
-
-def _render(
-    figure: Figure, legend: Mapping[str, Artist], label: str, caption: str
-) -> Plot:
-    """Render the figure as SVG, with the legend (text -> handle) below the axes."""
-    if legend:
-        # matplotlib leaves labels out that begin with an underscore.
-        labels = [f" {text}" if text.startswith("_") else text for text in legend]
-        style: dict[str, Any] = {
-            "fontsize": 9,
-            "frameon": False,
-            "labelcolor": INK,
-            "handlelength": 3,
-        }
-        handles = list(legend.values())
-        figure.legend(handles, labels, loc="outside lower center", ncols=2, **style)
-    for text in figure.findobj(Text):
-        assert isinstance(text, Text)
-        text.set_parse_math(False)  # a $ in a title is a dollar
+def _render(figure: Figure, label: str, caption: str) -> Plot:
+    """Render the figure as SVG."""
+    without_formulas(figure)
     buffer = io.StringIO()
     unsaid = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": label}):

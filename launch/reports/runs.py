@@ -21,7 +21,9 @@ from launch.records.directory import Launch, RunDirectory, row_of
 from launch.records.facts import Ending, RunFacts
 from launch.records.metrics import Records, curve, read_metrics
 from launch.records.result import Result, make_result, read_result
+from launch.records.titles import title_of
 from recipes.files import check_names
+from recipes.key_paths import flatten
 from recipes.problems import Problem, ProblemsError, did_you_mean, some
 from recipes.schema import Recipe
 
@@ -50,6 +52,7 @@ class ReportedRun:
         hours: (step, hours of all steps up to it, also of those before a branch).
         scores: from scores.json, written by launch/score.py.
         pretrained: the pretraining run of a fine-tuning run's weights; None without one.
+        records: the lines of metrics.jsonl.
         vocabulary: beginning of the digest of its content; None if the run holds none.
     """
 
@@ -66,6 +69,21 @@ class ReportedRun:
     scores: tuple[Score, ...] = ()
     pretrained: Pretrained | None = None
     vocabulary: str | None = None
+    records: Records = Records()
+
+    @property
+    def places(self) -> list[Path]:
+        """Return where the run, and what it was made of, lay: absolute paths."""
+        facts: dict[str, Any] = {
+            "run": str(self.path.absolute()),
+            "there": str(self.path.resolve()),
+        }
+        if self.launch:
+            facts["weights"] = self.launch.initial_weights
+        if self.recipe:
+            facts["recipe"] = self.recipe.model_dump(mode="json")
+        values = [str(value) for _, value in flatten(facts)]
+        return [Path(value) for value in values if value.startswith("/")]
 
     @property
     def tiny(self) -> bool:
@@ -106,6 +124,11 @@ class ReportedRun:
             (float(sizes.samples(int(step)) * of_sample), value)
             for step, value in points
         ]
+
+    @property
+    def title(self) -> str:
+        """Return what was trained."""
+        return title_of(self.recipe) if self.recipe else self.result.title
 
     @property
     def machine(self) -> Mapping[str, Any]:
@@ -223,6 +246,7 @@ def read_run(
         scores,
         before,
         digest,
+        records,
     )
 
 

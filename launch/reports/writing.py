@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from data.durable_files import write_atomically
 from launch.console import arguments, new_output
@@ -16,7 +16,9 @@ from launch.console.text_table import number
 from launch.reports import csvfile
 from launch.reports.comparison import MOST_COMPARED
 from launch.reports.document import ReportDocument
-from launch.reports.runs import is_run
+from launch.reports.entries import spread
+from launch.reports.runs import ReportedRun, is_run, labels
+from recipes.problems import counted
 
 FOLDER = Path(__file__).resolve().parent
 PAGE_BEGINNING = """\
@@ -33,7 +35,7 @@ STATUS_CLASSES = {
 
 
 def page(document: ReportDocument) -> str:
-    """Render one self-contained HTML page: plots inside, no scripts."""
+    """Render one self-contained HTML page: plots inside, no scripts, no absolute paths of runs."""
     # All text is escaped except the beginning and the style sheet, which are our own.
     options: dict[str, Any] = {
         "undefined": StrictUndefined,
@@ -43,14 +45,25 @@ def page(document: ReportDocument) -> str:
     environment = Environment(
         loader=FileSystemLoader(FOLDER), autoescape=True, **options
     )
-    environment.filters["number"] = number
+    environment.filters |= {"counted": counted, "number": number, "spread": spread}
     style = Markup((FOLDER / "style.css").read_text(encoding="utf-8"))
-    return environment.get_template("page.html").render(
+    html = environment.get_template("page.html").render(
         document=document,
         beginning=Markup(PAGE_BEGINNING),
         style=style,
         status_classes=STATUS_CLASSES,
     )
+    return without_places(html, document.runs)
+
+
+def without_places(html: str, runs: Sequence[ReportedRun]) -> str:
+    """Name each absolute path of a run by the fewest last parts that tell it from the others."""
+    places = {place for run in runs for place in run.places}
+    longest_first = sorted(places, key=lambda each: len(str(each)), reverse=True)
+    for place, name in zip(longest_first, labels(longest_first), strict=True):
+        whole = re.escape(escape(place)) + r"(?![\w-])"
+        html = re.sub(whole, escape(name).replace("\\", r"\\"), html)
+    return html
 
 
 # File name -> (its writer, the beginning of the file, which identifies a former report).

@@ -1,49 +1,58 @@
-"""Plot the loss curves of all layouts, and their differences from one process."""
+"""Plot the loss curve that all layouts share, and their largest difference from one process."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from matplotlib import colormaps
+import numpy as np
 from matplotlib.figure import Figure
 
 from launch.experiments.parity.comparison import RunOutcome
+from launch.records.loss_plot import INK, QUIET, TRAINING, VALIDATION, step_ticks
+from recipes.problems import counted
 
-LEAST = 1e-9  # smaller differences, zero included, are drawn at the lower edge
+ROUNDING = 4  # units in the last place of the loss in fp32, the height of the band
 
 
 def draw_curves(
     reference: RunOutcome, others: Sequence[RunOutcome], path: Path, title: str
 ) -> None:
-    """Draw the losses per step, in nats, and below their absolute differences from the reference.
+    """Draw the losses per step, in nats, and below them the largest absolute difference of any layout.
 
-    Layouts without a full training are left out. `path` ends in .png, .svg or .pdf.
+    Layouts without a full training, or with states in bf16, are left out. `path` ends in .png, .svg or .pdf.
     """
-    compared = [other for other in others if len(other.losses) == len(reference.losses)]
-    steps = range(1, len(reference.losses) + 1)
+    compared = []
+    for other in others:
+        whole = len(other.losses) == len(reference.losses)
+        if whole and other.case.states == reference.case.states:
+            compared.append(other)
+    if not compared:
+        return
+    own = np.array(reference.losses)
+    steps = np.arange(1, len(own) + 1)
+    apart = np.abs(np.array([other.losses for other in compared]) - own)
+    largest = apart.max(axis=0)
+    band = ROUNDING * np.spacing(own.astype(np.float32)).astype(float)
     figure = Figure(figsize=(8, 5), layout="constrained")
     above, below = figure.subplots(2, sharex=True, height_ratios=(3, 2))
-    above.plot(steps, reference.losses, color="0.82", linewidth=8, label="one process")
-    for number, other in enumerate(compared):
-        color = colormaps["turbo"]((number + 0.5) / len(compared))
-        above.plot(steps, other.losses, color=color, linewidth=0.8)
-        pairs = zip(other.losses, reference.losses, strict=True)
-        below.plot(
-            steps,
-            [max(LEAST, abs(a - b)) for a, b in pairs],
-            color=color,
-            linewidth=0.8,
-        )
-    above.set(ylabel="minimised loss (nats)", title=title)
-    above.legend(
-        [f"one process, and on top of it {len(compared)} layouts"], frameon=False
-    )
-    below.set(
-        ylabel="difference", xlabel="optimizer step", yscale="log", ylim=(LEAST, 1e-3)
-    )
-    below.yaxis.set_major_formatter("{x:.0e}")
-    below.xaxis.get_major_locator().set_params(integer=True)
+    above.plot(steps, own, color="0.82", linewidth=8)
+    for other in compared:
+        above.plot(steps, other.losses, color=TRAINING, linewidth=1)
+    layouts = counted(len(compared), "layout")
+    above.set_title(title, loc="left", color=INK, weight="bold")
+    above.set_ylabel("minimised loss (nats)", color=INK)
+    below.fill_between(steps, band, step="mid", color="0.9")
+    below.step(steps, largest, where="mid", color=VALIDATION)
+    below.set_ylabel("difference (nats)", color=INK)
+    below.set_xlabel("optimizer step", color=INK)
+    below.set_ylim(0, 1.25 * max(largest.max(), band.max()))
+    below.xaxis.set_major_locator(step_ticks())
+    inside = {"transform": below.transAxes, "va": "top"}
+    said = f"{layouts}, largest difference {largest.max():.1e}".replace("e-0", "e-")
+    below.text(0.01, 0.97, said, color=VALIDATION, **inside)
+    said = f"grey: rounding in fp32, {ROUNDING} units in the last place"
+    below.text(0.99, 0.97, said, color=QUIET, ha="right", fontsize=8, **inside)
     for axes in (above, below):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)

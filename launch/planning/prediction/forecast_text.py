@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ds_configs.plan import Plan
-from launch.console.text_table import Page
+from launch.console.text_table import Page, duration
 from launch.planning.prediction.constants import fitted
 from launch.planning.prediction.forecast import Bill, Forecast, PredictedSpeed, Remark
 from launch.planning.prediction.step_time import StepTime
@@ -66,7 +66,6 @@ ROWS_OF = {
     "fp32 memory": "in fp32",
 }
 MOST_COLUMNS = 4  # of pipeline stages that differ
-DURATIONS = {"days": 86400, "hours": 3600, "minutes": 60, "seconds": 1}
 
 
 def page(
@@ -249,14 +248,6 @@ def _add_time(
             f"{rates.mfu:.1%} of {predicted.node.gpu.tflops[predicted.work.precision]:g} TFLOPS",
         ),
     )
-
-
-def duration(seconds: float) -> str:
-    """Write a duration in the largest unit that it fills."""
-    for unit, size in DURATIONS.items():
-        if seconds >= size:
-            return f"{seconds / size:,.3g} {unit}"
-    return f"{seconds:,.3g} seconds"
 
 
 def _bill(predicted: Forecast, bill: Bill) -> str:

@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import random
 import re
 
 import pyarrow as pa
@@ -200,7 +201,7 @@ def test_a_plan_says_what_is_trained_and_refuses_a_vocabulary_that_the_text_cann
             planned("--recipe", recipe, "--text", str(path))
     size = str(error.value).partition("set model.vocab_size=")[2].split()[0]
     job = planned("--recipe", "bert/sotu", "--text", str(path), "--set", f"model.vocab_size={size}")
-    assert "State of the Union" not in job.plan.recipe.title and job.plan.recipe.title.endswith(f"on {path}")
+    assert re.fullmatch(r"BERT of 1\.\d+M parameters on mine\.txt", job.plan.recipe.title)
     assert job.directory.name == "bert-sotu-mine-zero0"
     shrunk = planned("--tiny").plan.recipe.title
     assert shrunk == "GPT-2 of 237k parameters on the State of the Union addresses"
@@ -210,6 +211,25 @@ def test_a_plan_says_what_is_trained_and_refuses_a_vocabulary_that_the_text_cann
     said = " ".join(capsys.readouterr().out.split())
     assert f"1 file of plain text, {path.stat().st_size:,} bytes; the end of the text is held out" in said
     assert f"vocabulary trained_wordpiece of {size} tokens, trained on it" in said
+
+
+def test_the_sample_of_own_text_begins_with_words_of_its_held_out_text(tmp_path, monkeypatch):
+    """Of a BERT with a mask behind them; a prompt that somebody states stays."""
+    monkeypatch.setenv("MEGARECIPES_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(pretrain, "sample", lambda recipe, *_: recipe.run.prompt)
+    drawn = random.Random(1)
+    texts = [" ".join(f"word{drawn.randrange(900)}" for _ in range(99)) for _ in range(80)]
+    path = tmp_path / "mine.jsonl"
+    path.write_text("\n".join(json.dumps({"text": f"{text}."}) for text in texts))
+    prompts = []
+    own = ("--text", str(path))
+    for words in (own, (*own, "--recipe", "bert/sotu"), (*own, "--set", "run.prompt=My fellow citizens")):
+        job = planned("--tiny", *words)
+        prompts.append(job.outcome(job, corpus.build(job.plan.recipe)).sample)
+    gpt, bert, stated = prompts
+    assert any(text.startswith(gpt) for text in texts) and gpt.count(" ") == 3
+    assert bert.endswith(" [MASK]") and "word" in bert and "[CLS]" not in bert
+    assert stated == "My fellow citizens"
 
 
 def test_a_folder_is_walked_once_and_counted_meanwhile(tmp_path, monkeypatch):

@@ -193,6 +193,7 @@ def test_a_run_shows_plan_progress_and_result(uninterrupted):
         "environment.json",
         "metrics.jsonl",
         "loss.png",
+        "card.png",
         "result.json",
         "tensorboard",
     ):

@@ -18,12 +18,10 @@ from launch.console.progress import LINES_PER_RUN
 from launch.machine import memory
 from launch.ranks.joining import StartClock
 from launch.records.facts import RECORDS_LOST, Ending, Peaks, SaveOutcome, Validation
-from launch.records.loss_plot import plot_loss
-from launch.records.metrics import START_PARTS, Records, rates, read_metrics
+from launch.records.metrics import START_PARTS, rates, read_metrics
 from launch.records.result import read_result
 from launch.training.engine import read_outcome
 from modeling import cost
-from recipes.families import TOKEN_FIGURES
 
 PARTS = {"mlm_loss": 5.0, "sentence_loss": 0.69, "sentence_accuracy": 0.5}
 
@@ -184,7 +182,7 @@ def test_the_plan_and_what_to_beat_are_shown_first(tmp_path):
     records = recorder(tmp_path, plan(recipe(model=bands)), stream=stream, band_kernel="blocks (why)")
     records.__exit__(None, None, None)
     shown = stream.getvalue()
-    assert "recipe         table/small: small" in shown and "  sparse by    blocks (why)" in shown
+    assert "recipe         table/small: GPT-2 of " in shown and "  sparse by    blocks (why)" in shown
     assert "by the loss (nats per token): uniform 5.7000, unigram 5.0000" in shown
 
 
@@ -248,7 +246,7 @@ def test_the_end_says_what_is_kept_and_how_to_resume(tmp_path, save_last, saved,
     records.finish(Ending("interrupted"), "SIGTERM: stopped")
     end = stream.getvalue().splitlines()[-2:]
     assert end == [
-        f"{tmp_path}: result.json, loss.png, metrics.jsonl{said}",
+        f"{tmp_path}: result.json, loss.png, card.png, metrics.jsonl{said}",
         "SIGTERM: stopped; resume with the same command and --resume",
     ]
 
@@ -355,11 +353,13 @@ def test_a_run_that_starts_over_forgets_its_first_validation(tmp_path):
         assert len(read_metrics(tmp_path / "metrics.jsonl")) == left
 
 
-def test_the_loss_curve_is_a_picture(tmp_path):
-    run = run_steps(tmp_path, plan(), 5)
-    plot_loss(read_metrics(run.metrics_jsonl), run.loss_png, {"uniform": 5.7, "unigram": 5.0}, *TOKEN_FIGURES)
-    assert run.loss_png.read_bytes().startswith(b"\x89PNG")
-    plot_loss(Records(), tmp_path / "empty.png", {}, *TOKEN_FIGURES)
+@pytest.mark.parametrize("steps", (0, 1, 5))
+def test_curve_and_card_are_pictures(tmp_path, steps):
+    run = run_steps(tmp_path, plan(), steps)
+    with recorder(tmp_path, plan(), start=steps) as records:
+        assert records.finish(Ending())
+    for picture in (run.loss_png, run.card_png):
+        assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_curve_of_a_bert_is_its_masked_token_loss(tmp_path, monkeypatch):
@@ -371,7 +371,8 @@ def test_the_curve_of_a_bert_is_its_masked_token_loss(tmp_path, monkeypatch):
         run.validation(1, outcome(5.69, PARTS))
         run.validation(1, outcome(5.89, PARTS), kind="test")
         run.finish(Ending())
-    (axes,) = drawn
+    axes, card = drawn
+    assert card.get_title(loc="left") == axes.get_ylabel()
     assert axes.get_ylabel() == "masked-token loss (nats per masked token)"
     heights = [list(line.get_ydata()) for line in axes.get_lines()]
     trained, validated, uniform, unigram = [5.9], [5.0], [5.7] * 2, [5.0] * 2
@@ -434,6 +435,7 @@ TROUBLES = {
     "a plot that cannot be drawn": (patched("loss_plot.plot_loss", ValueError("Key backend")), "Key backend"),
     "no result to make": (patched("result.make_result", KeyError("odd")), "KeyError: 'odd'"),
     "a directory in the place of result.json": (replaced_by_a_directory("result.json"), "Is a directory"),
+    "a card that cannot be drawn": (patched("card.draw_card", ValueError("Glyph")), "card.png: ValueError"),
     "a directory in the place of loss.png": (replaced_by_a_directory("loss.png"), "Is a directory"),
     "a flipped bit": (flipped, "metrics.jsonl:3: not UTF-8"),
     "a cut": (cut, "no record of 1 step, the first 2"),

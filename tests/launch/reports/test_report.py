@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
+from PIL import Image
 from reported import EVIL, TABLE, Page, make_run, plots, read_of, step
 
 from launch import report
@@ -20,6 +21,7 @@ from launch.reports import entries
 from launch.reports import plots as drawn_plots
 from launch.reports.plots import PALETTE
 from launch.reports.tables import Tables, source_cells
+from recipes.schema import Branch
 
 
 @pytest.fixture(scope="module")
@@ -184,9 +186,8 @@ def test_only_comparable_runs_are_points_of_the_throughput(made):
     points = [
         mark for mark in plot.iter("{http://www.w3.org/2000/svg}use") if PALETTE[1] in mark.get("style", "")
     ]
-    # Two of "fast", the unfinished and the diverged one of "slow", and the one in the legend: neither the
-    # tiny nor the wider one.
-    assert len(points) == 5
+    # Two of "fast", the unfinished and the diverged one of "slow": neither the tiny nor the wider one.
+    assert len(points) == 4
 
 
 def test_the_csv_reads_back_with_the_same_columns_for_every_table(made):
@@ -247,7 +248,12 @@ def test_what_an_erratum_says_is_marked(tmp_path):
     assert len(marks) == 3 and all(html.count(f'<dl id="{mark}"><dt>erratum</dt>') == 1 for mark in marks)
     assert "The source contradicts itself" in html
     (drawn,) = drawn_text(html)
-    assert drawn >= {"23b-g16 †", "48b-g32 †", "91b-g64 †", "published"}
+    assert drawn >= {
+        "23b-g16 †",
+        "48b-g32 †",
+        "91b-g64 †",
+        "Published and measured: jeanzay_hf_deepspeed_max_size",
+    }
 
 
 def test_a_row_without_errata_is_not_marked(made):
@@ -307,3 +313,51 @@ def test_every_published_table_of_the_project_can_be_shown():
         table = Tables().get(name)
         assert table and not table.problems, table and table.problems
         assert all(len(row.cells) == len(table.columns) for row in table.rows)
+
+
+PLAIN = """\
+title: Nothing of it was published
+defaults:
+  model: {layers: 2, hidden: 32, heads: 2, vocab_size: 300}
+  sequence_length: 64
+  batch: {global: 8}
+  steps: 40
+  optimizer: {lr: 1e-3}
+rows: {another: {title: the other one}, one: {title: the one}}
+"""
+
+
+def test_runs_on_own_text_come_first_and_stand_under_what_was_trained(tables, tmp_path, monkeypatch):
+    """Rows that were not run come last; the page has no path of this machine."""
+    monkeypatch.setattr("launch.reports.plots.losses", lambda *_: [])
+    text = tmp_path / "mine.txt"
+    own = {"data": {"source": "text", "name": str(text), "tokenizer": {"kind": "trained_bpe"}}}
+    wider = {"model": {"layers": 3, "hidden": 32, "heads": 2, "vocab_size": 300}}
+    folder = tmp_path / "recipes"
+    folder.mkdir()
+    (folder / "plain.yaml").write_text(PLAIN)
+    branch = Branch(run=str(tmp_path / "row"), step=7, stretches=[(0, 0, 8)])
+    for name, changed in {"own": own, "wider": wider, "row": {}, "tiny": {"branch": branch}}.items():
+        make_run(tmp_path / name, folder, "plain/one", overrides=changed, tiny=name == "tiny")
+    asked = [str(tmp_path / name) for name in ("row", "own", "wider", "tiny")]
+    assert report.main([*asked, "--out", str(tmp_path / "out")], folder) == 0
+    html = (tmp_path / "out" / "report.html").read_text()
+    first, second = (part.partition("<h3>Deviations")[0] for part in html.split("<section id=")[2:])
+    assert "Runs that are no row" in first and ">not run<" not in first
+    titles = re.findall(r"<small>GPT-2 of \S+k parameters on (.*?)</small>", first)
+    assert titles == ["mine.txt", "the State of the Union addresses"]
+    assert [name in first for name in (">own<", ">wider<", ">row<")] == [True, True, False]
+    assert ">row<" in second and second.index(">row<") < second.index(">not run<")
+    assert str(tmp_path) not in html and "branch: of row from step 7 on" in html
+
+
+def test_the_card_of_a_run_by_command(tables, tmp_path, capsys):
+    for name in "ab":
+        make_run(tmp_path / name, tables, "widgets/fast", tiny=True, finished=name == "a")
+    card = tmp_path / "card.png"
+    for runs in ([], ["a", "b"]):
+        assert report.main([*(str(tmp_path / name) for name in runs), "--card", str(card)], tables) == 2
+    assert report.main([str(tmp_path / "b"), "--card", str(card)], tables) == 0, "unfinished"
+    said = "GPT-2 of 237k parameters on the State of the Union addresses, unfinished"
+    assert capsys.readouterr().out == f"{card}: {said}\n"
+    assert Image.open(card).size == (1200, 630)

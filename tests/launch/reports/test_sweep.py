@@ -54,7 +54,10 @@ def test_the_documents_loop_runs_as_written(tmp_path):
     with (tmp_path / "reports" / "micro" / "report.csv").open() as file:
         rows = {row["run"]: row["status"] for row in csv.DictReader(file) if row["run"]}
     assert rows == {f"runs/micro-{micro}": "measured" for micro in (1, 2, 4)}
-    assert "Speed and memory of the runs" in (tmp_path / "reports" / "micro" / "report.html").read_text()
+    assert (
+        "Speed and memory of micro-1, micro-2, micro-4"
+        in (tmp_path / "reports" / "micro" / "report.html").read_text()
+    )
 
 
 def ran(label: str, status: str, samples_per_s: float | None, peak: int | None) -> SimpleNamespace:
@@ -67,4 +70,5 @@ def test_the_plot_of_runs_names_the_one_that_found_no_memory():
     (plot,) = plots.of_runs(runs)
     shown = re.findall(r"<text[^>]*>([^<]*)</text>", plot.svg)
     assert shown.count("OOM") == 2 and shown.index("micro-2") < shown.index("micro-64")
+    assert "Speed and memory of micro-64, micro-2" in shown
     assert plots.of_runs(runs[:1]) == []
