@@ -154,7 +154,7 @@ MISTAKES = (
     Mistake("damage behind a stream is the end of a file", "data/text/file_types.py",
             "io.BufferedReader(_Streams(file, bz2.BZ2Decompressor))", "bz2.BZ2File(file)",
             TEXT + "a_later_stream_that_cannot_be_read_is_damage_to_every_reader"),
-    Mistake("an edit of the same size and time is not seen", "data/text/sources.py",
+    Mistake("an edit of the same size and time is not seen", "data/text/local_files.py",
             "*file.version[2:]", "*file.version[2:4]",
             TEXT + "a_source_reads_its_files_in_order_and_each_as_a_shard"),
     Mistake("a file is trained on under each of its names", "data/text/listing.py",
