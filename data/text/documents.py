@@ -11,8 +11,6 @@ from recipes.problems import Key, ProblemsError, counted, some
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from data.text.records import BrokenRecord
-
 
 @dataclass(frozen=True, slots=True)
 class Document:
@@ -31,9 +29,9 @@ class SkippedRecords:
     def __init__(self) -> None:
         self._found: set[str] = set()
 
-    def add(self, where: str, found: BrokenRecord) -> None:
+    def add(self, where: str, kind: str) -> None:
         if len(self._found) < self.MOST:
-            self._found.add(f"{where}: {found.kind}")
+            self._found.add(f"{where}: {kind}")
 
     def found(self) -> list[str]:
         """List place and kind of each record."""

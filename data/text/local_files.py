@@ -12,6 +12,7 @@ from data.durable_files import Say, quiet
 from data.text import listing
 from data.text.documents import Document, SkippedRecords
 from data.text.file_types import ARROW, way_from
+from data.text.packaged import speeches
 from data.text.records import (
     MAX_RECORD_BYTES,
     VERSION,
@@ -19,7 +20,6 @@ from data.text.records import (
     RecordFormat,
     read_strictly,
 )
-from data.text.sources import speeches
 from data.text.text_files import JsonlFormat, ParquetFormat, TextFormat
 from recipes import files
 from recipes.problems import ProblemsError, Setting

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from tokenizers import models
 from transformers import PreTrainedTokenizerFast
 
-from data.text.sources import find_package, package_directory
+from data.text.packaged import find_package, package_directory
 from data.text.trained_vocabulary import wordpiece_tokenizer, wrap_tokenizer
 from data.text.vocabulary_files import byte_level_backend, read_tokenizer
 from recipes import files

@@ -284,7 +284,7 @@ def skip_or_refuse(
 ) -> None:
     """Give a broken record to `skipped`; raises ProblemsError without one."""
     if skipped is not None:
-        skipped.add(where, found)
+        skipped.add(where, found.kind)
         return
     leave_out = Setting("data.broken_records", "skip")
     fix = (

@@ -40,6 +40,7 @@ from recipes.schema import Recipe
 END_OF_DOCUMENT = "<|endoftext|>"
 BERT_SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # ids 0 to 4
 BERT_ROLES = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
+CONFIG = "tokenizer_config.json"  # of a directory with a tokenizer: names the tokens of roles
 # Characters; merges hardly change beyond, and training keeps every distinct word.
 TRAINING_TEXT_LIMIT = 256 << 20
 # Different characters in a WordPiece vocabulary; BERT's own has about 1000.

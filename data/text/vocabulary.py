@@ -16,12 +16,11 @@ from transformers import PreTrainedTokenizerFast
 
 from data.durable_files import Say
 from data.text.documents import Source, end_of_document
-from data.text.trained_vocabulary import BERT_ROLES, trained_tokenizer
+from data.text.trained_vocabulary import BERT_ROLES, CONFIG, trained_tokenizer
 from recipes.families import TRAINED
 from recipes.problems import Key, ProblemsError, Setting
 from recipes.schema import Recipe
 
-CONFIG = "tokenizer_config.json"
 LOOKED_AT = 1 << 17  # characters of a source to look for unknown tokens in
 
 

@@ -26,11 +26,11 @@ from transformers import PreTrainedTokenizerFast
 from data.text.trained_vocabulary import (
     BERT_ROLES,
     BERT_SPECIAL_TOKENS,
+    CONFIG,
     END_OF_DOCUMENT,
     bert_template,
     wordpiece_backend,
 )
-from data.text.vocabulary import CONFIG
 from recipes import files
 from recipes.problems import ProblemsError, Setting
 

@@ -28,8 +28,8 @@ from data.samples.bert import BertFields
 from data.text.documents import Document
 from data.text.encoder import Encoder
 from data.text.held_out import part_of
+from data.text.packaged import PackagedSource, speeches
 from data.text.ready_made_vocabulary import gpt2_tokenizer
-from data.text.sources import PackagedSource, speeches
 from data.text.trained_vocabulary import END_OF_DOCUMENT, train_bpe
 from data.text.vocabulary import vocabulary_digest
 from data.tokens import opened as opened_stores

@@ -30,7 +30,7 @@ from texted import jsonl
 
 from data.prepare import chunk_file, pipeline
 from data.prepare.settings import PreparationFailed, Settings
-from data.text.sources import speeches
+from data.text.packaged import speeches
 from data.text.trained_vocabulary import train_wordpiece, wordpiece_tokenizer
 from data.text.vocabulary_files import read_tokenizer
 from data.tokens.store import open_store

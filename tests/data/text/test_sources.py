@@ -37,8 +37,9 @@ from data.text import encoder, hub, listing, records
 from data.text.documents import SkippedRecords
 from data.text.hub import HubSource, is_temporary
 from data.text.local_files import FileSource, files_of, format_of
+from data.text.packaged import PackagedSource, speeches
 from data.text.records import EXCERPT_BYTES, BrokenRecord, RawRecord, read_strictly
-from data.text.sources import PackagedSource, open_source, speeches
+from data.text.sources import open_source
 from data.text.text_files import JsonlFormat, ParquetFormat, TextFormat
 from data.text.trained_vocabulary import train_bpe, train_wordpiece
 from data.text.vocabulary_files import read_tokenizer
