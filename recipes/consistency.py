@@ -543,7 +543,7 @@ def _provenance(recipe: Recipe) -> Found:
         key: getattr(recipe, key) for key in ("inferred", "differs", "unknown")
     }
     own["published.printed"] = recipe.published.printed if recipe.published else ()
-    known = set(paths())
+    known = set(paths()) if any(own.values()) else ()
     fix = "name the key whose value it explains, e.g. batch.global"
     for section, keys in own.items():
         for key in (key for key in keys if key not in known):

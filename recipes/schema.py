@@ -179,10 +179,6 @@ class Model(Strict):
             else self.vocab_size
         )
 
-    def positions_at(self, sequence_length: int) -> int:
-        """Return the rows of the table of positions, for samples of `sequence_length` tokens."""
-        return self.positions or sequence_length
-
 
 class Parallel(Strict):
     """Degrees of parallelism: tp x pp x dp processes. What is null is not the recipe's to decide."""
@@ -744,7 +740,7 @@ class Recipe(Strict):
     @property
     def positions(self) -> int:
         """Rows of the model's table of positions."""
-        return self.model.positions_at(self.sequence_length)
+        return self.model.positions or self.sequence_length
 
     def as_data(self) -> dict[str, Any]:
         """Return every field as plain data, by the names in a recipe."""
