@@ -376,8 +376,6 @@ def _columns(recipe: Recipe) -> Found:
 
 def _implementation(recipe: Recipe) -> Found:
     """Check what the models of transformers have not."""
-    if recipe.model.implementation != "transformers":
-        return
     data = recipe.data
     tp, pp = recipe.parallel.model_parallel
     full = recipe.activation_checkpointing in ("none", "full")
@@ -565,13 +563,8 @@ def _task(recipe: Recipe) -> Found:
         fix = "set model.sentence_head to none"
         yield key, "{model.task_head} with {model.sentence_head}", rule, fix
     if task is None:
-        if head != "none":
-            yield (
-                key,
-                "{model.task_head} without {task!k}",
-                "",
-                "start with launch/finetune.py",
-            )
+        fix = "start with launch/finetune.py"
+        yield key, "{model.task_head} without {task!k}", "", fix
         return
     from recipes.tasks import TASKS
 
@@ -672,6 +665,8 @@ def _cells(columns: Sequence[str], recipe: Recipe) -> Found:
 # Of the rules about what a recipe may have: what has to be there.
 _ABOUT: dict[_Rule, Callable[[Recipe], object]] = {
     _rampup: attrgetter("batch.rampup"),
+    _implementation: lambda recipe: recipe.model.implementation == "transformers",
+    _task: lambda recipe: recipe.task or recipe.model.task_head != "none",
     _task_files: attrgetter("task"),
     _profile: attrgetter("run.profile"),
     _batch: attrgetter("parallel.dp"),
