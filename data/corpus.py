@@ -15,9 +15,9 @@ from data import durable_files
 from data.durable_files import Say, quiet
 from data.samples.fields import HeldOut, Parts, TrainingSamples
 from data.samples.splits import Family, family_of, store_parts
+from data.text.documents import SkippedRecords, Source
 from data.text.held_out import END, EndHeldOut, with_held_out_text
-from data.text.records import SkippedRecords, Source
-from data.text.sources import files_of, open_source
+from data.text.sources import open_source
 from data.text.vocabulary import build_vocabulary, unknown_share, vocabulary_digest
 from data.tokens.opened import (
     check_ready_made,
@@ -168,6 +168,8 @@ def _short_texts(recipe: Recipe) -> list[Source]:
         origin.source == "packaged" for origin in data.origins
     ):
         return []
+    from data.text.local_files import files_of
+
     size = 0
     for origin in data.origins:
         size += sum(file.size for file in files_of(origin))

@@ -11,7 +11,8 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import yaml
 
@@ -20,7 +21,10 @@ from recipes.problems import did_you_mean, nearest
 
 _MOST = 2**63 - 1  # DeepSpeed puts numbers of elements into 64-bit integers
 _NUMBER = re.compile(r"(a|a whole|an even) number (from|above) (\S+?)(?: to (\S+))?")
-_SECTION = "a section, {...}"
+_WHOLE = ("a whole number", "an even number")  # which JSON may also write as 5e8
+_SECTION = "a section, {...}"  # an object, which cannot be "auto"
+_OR = ", or "
+_ANY_CASE = " in any case"
 # Sections of which DeepSpeed ignores unknown keys; in the others it fails at them.
 _LENIENT = (
     "",
@@ -34,27 +38,52 @@ _LENIENT = (
 )
 # the beginning of a key that comments
 _COMMENT = re.compile(r"[_#$]|//|comments?$", re.IGNORECASE)
-_Fits = Callable[[Any], bool]
 
 
-class Kind(NamedTuple):
+@dataclass(frozen=True)
+class Kind:
     """The allowed values of a key.
 
     Attributes:
-        rule: text for a refusal.
-        fits: check of a value.
-        fix: advice about another value.
-        whole: a whole number, which JSON may also write as 5e8.
-        null: null means something of its own to DeepSpeed; elsewhere it stands for an absent key.
-        section: an object, which cannot be "auto".
+        words: as in keys.yaml; what ends with "or null" means something of its own to DeepSpeed at null,
+            which elsewhere stands for an absent key.
+        one, why: the only value, and the reason; without words.
     """
 
-    rule: str
-    fits: _Fits
-    fix: str
-    whole: bool = False
-    null: bool = False
-    section: bool = False
+    words: str
+    one: Any = None
+    why: str = ""
+
+    @property
+    def rule(self) -> str:
+        """Text for a refusal."""
+        return self.why or f"must be {self.words}"
+
+    @property
+    def fix(self) -> str:
+        """Advice about another value."""
+        if self.why:
+            return f"write {shown(self.one)}"
+        number = _NUMBER.fullmatch(self.words.partition(_OR)[0])
+        if number and self.words.startswith(_WHOLE) and not number[4]:
+            return f"write {number[3]} or more"
+        return "write one"
+
+    def fits(self, value: Any) -> bool:
+        """Check a value."""
+        if self.why:
+            return type(value) is type(self.one) and value == self.one
+        what, _, also = self.words.partition(_OR)
+        if also == "false" and value is False:
+            return True
+        if what in _FITS:
+            return _FITS[what](value)
+        number = _NUMBER.fullmatch(what)
+        if number:
+            return _is_within(number, value)
+        options = re.split(", | or ", what.removesuffix(_ANY_CASE))
+        plain = str.lower if what.endswith(_ANY_CASE) else str
+        return isinstance(value, str) and plain(value) in options
 
 
 def _is_text(value: Any) -> bool:
@@ -68,7 +97,7 @@ def _are_betas(value: Any) -> bool:
     return numbers and len(value) == 2 and all(0 <= each < 1 for each in value)
 
 
-_FITS: dict[str, _Fits] = {
+_FITS: dict[str, Callable[[Any], bool]] = {
     "anything": lambda value: True,
     _SECTION: lambda value: isinstance(value, dict),
     "two numbers from 0 to below 1, [beta1, beta2]": _are_betas,
@@ -80,32 +109,8 @@ _FITS: dict[str, _Fits] = {
 }
 
 
-def _kind(words: str) -> Kind:
-    """Make the kind from its words in keys.yaml."""
-    what, _, also = words.partition(", or ")
-    number = _NUMBER.fullmatch(what)
-    fits = _FITS.get(what) or (_range(number) if number else _choice(what))
-    whole = number is not None and number[1] != "a"
-    if also == "false":
-        fits = _or_false(fits)
-    fix = "write one"
-    if number and whole and not number[4]:
-        fix = f"write {number[3]} or more"
-    return Kind(
-        f"must be {words}",
-        fits,
-        fix,
-        whole=whole,
-        null=also == "null",
-        section=what == _SECTION,
-    )
-
-
-def _or_false(fits: _Fits) -> _Fits:
-    return lambda value: value is False or fits(value)
-
-
-def _range(words: re.Match[str]) -> _Fits:
+def _is_within(words: re.Match[str], value: Any) -> bool:
+    """Check if a value is a number of the kind and the range of the words."""
     step = {"a": 0, "a whole": 1, "an even": 2}[words[1]]
     least = float(words[3])
     if words[2] == "above":
@@ -113,57 +118,34 @@ def _range(words: re.Match[str]) -> _Fits:
     most = _MOST if step else math.inf
     if words[4]:
         most = float(words[4].replace(",", ""))
-
-    def fits(value: Any) -> bool:
-        number = type(value) is int
-        if type(value) is float:
-            number = math.isfinite(value)
-        return number and least <= value <= most and not (step and value % step)
-
-    return fits
+    number = type(value) is int
+    if type(value) is float:
+        number = math.isfinite(value)
+    return number and least <= value <= most and not (step and value % step)
 
 
-def _choice(words: str) -> _Fits:
-    options = re.split(", | or ", words.removesuffix(" in any case"))
-    plain = str.lower if words.endswith(" in any case") else str
-    return lambda value: isinstance(value, str) and plain(value) in options
-
-
-def _only(one: Any, why: str) -> Kind:
-    return Kind(
-        why,
-        lambda value: type(value) is type(one) and value == one,
-        f"write {shown(one)}",
-    )
-
-
-def _read() -> tuple[
-    dict[str, dict[str, Kind]],
-    dict[str, tuple[str, str]],
-    dict[str, list[Any]],
-    dict[str, str],
-]:
-    """Read the kinds by section and key, rule and fix of refused keys, other names, and idle keys."""
-    table = yaml.safe_load((FOLDER / "keys.yaml").read_text(encoding="utf-8"))
+def _kinds(table: Mapping[str, Any]) -> dict[str, dict[str, Kind]]:
+    """Make the kinds by section and key."""
     keys: dict[str, dict[str, Kind]] = {}
     for section, kinds in table["keys"].items():
         keys[section] = {}
         for words, names in kinds.items():
-            for key in names.split():
-                keys[section][key] = _kind(words)
+            keys[section] |= dict.fromkeys(names.split(), Kind(words))
     for dotted, (one, why) in table["only"].items():
         section, _, key = dotted.rpartition(".")
-        keys[section][key] = _only(one, why)
-    removed = "was removed from DeepSpeed or is deprecated"
-    refused = {}
-    for key, fix in table["removed"].items():
-        refused[key] = (removed, fix)
-    for key, (rule, fix) in table["refused"].items():
-        refused[key] = (rule, fix)
-    return keys, refused, table["renamed"], table["idle"]
+        keys[section][key] = Kind("", one, why)
+    return keys
 
 
-KEYS, REFUSED, RENAMED, IDLE = _read()
+_TABLE = yaml.safe_load((FOLDER / "keys.yaml").read_text(encoding="utf-8"))
+KEYS = _kinds(_TABLE)
+# rule and fix of refused keys
+REFUSED = {key: (rule, fix) for key, (rule, fix) in _TABLE["refused"].items()}
+for _key, _fix in _TABLE["removed"].items():
+    REFUSED[_key] = ("was removed from DeepSpeed or is deprecated", _fix)
+# other names of keys: today's, and the value where true stands for one
+RENAMED: dict[str, list[Any]] = _TABLE["renamed"]
+IDLE: dict[str, str] = _TABLE["idle"]
 
 
 def check(findings: Findings) -> None:
@@ -186,7 +168,7 @@ def unread(config: Mapping[str, Any]) -> list[str]:
         _join(name, key)
         for name, keys in KEYS.items()
         for key in keys
-        if keys[key].section
+        if keys[key].words == _SECTION
     ]
     return [name for name in sections if name not in KEYS and lookup(config, name)]
 
@@ -207,20 +189,21 @@ def _usable(
                 _unknown(name, key, value, findings)
             continue
         kind = known[key]
-        if value is None and not kind.null:
+        if value is None and not kind.words.endswith(f"{_OR}null"):
             continue
-        left_open = value is None or (value == "auto" and not kind.section)
-        if kind.section and isinstance(value, dict) and value.get("enabled") is False:
+        is_section = kind.words == _SECTION
+        left_open = value is None or (value == "auto" and not is_section)
+        if is_section and isinstance(value, dict) and value.get("enabled") is False:
             usable[key] = {"enabled": False}
         elif not left_open and not kind.fits(value):
             fix = _unquoted(value, kind) or kind.fix
             findings.refuse(dotted, kind.rule, fix, came=f"{dotted}={shown(value)}")
         elif isinstance(value, dict) and dotted in KEYS:
             usable[key] = _usable(dotted, value, findings)
+        elif isinstance(value, float) and kind.words.startswith(_WHOLE):
+            usable[key] = int(value)
         else:
-            usable[key] = (
-                int(value) if kind.whole and isinstance(value, float) else value
-            )
+            usable[key] = value
     return usable
 
 

@@ -83,7 +83,9 @@ def resolve(
     recomputation.check(recipe, layout, machine, findings)
     monitors.check(layout, machine, findings)
     values = optimizer.fills(recipe, offload, machine, findings)
-    values |= zero.nvme_paths(environ, findings) | parallel.sends(recipe)
+    if offload == "nvme":
+        values |= zero.nvme_paths(environ, findings)
+    values |= parallel.sends(recipe)
     # A refused layout is replaced by another, so that it leaves no "auto" open.
     shared = layout or Layout(tp=1, pp=1, dp=1, micro=1, accumulation=1, global_batch=1)
     values |= {

@@ -26,7 +26,7 @@ if not __package__:
 from data.prepare import fork_server
 from data.prepare.settings import PreparationFailed, Settings, in_flags, options
 from data.text.given_text import text_settings
-from data.text.sources import package_directory
+from data.text.packaged import package_directory
 from launch.console import arguments, ends, terminal
 from launch.ranks import ending
 from recipes.problems import Problem, ProblemsError, system_error, system_problem

@@ -93,10 +93,10 @@ class Embedding(nn.Module):
         self,
         x: Tensor,
         token_types: Tensor,
-        salts: Tensor | None = None,
+        dropout_seeds: Tensor | None = None,
         places: Tensor | None = None,
     ) -> Tensor:
-        """x (B, S, H), token_types (B, S) of 0 and 1; salts (B, S, 2) of hidden dropout in training.
+        """x (B, S, H), token_types (B, S) of 0 and 1; dropout_seeds (B, S, 2) of hidden dropout in training.
 
         places (1, T): positions of the tokens of a row; None: 0, 1, ...
         """
@@ -111,7 +111,7 @@ class Embedding(nn.Module):
         x = x + of_places + F.embedding(token_types, token_type)
         if self.norm is not None:
             x = self.norm(x)
-        x = self.dropout(x, salts)
+        x = self.dropout(x, dropout_seeds)
         return x
 
 
@@ -168,27 +168,32 @@ class DecoderBias(nn.Module):
 
 
 # Streams: (tokens, token types, lengths, positions) -> (x, lengths, positions) -> (logits, sentence logits)
-# The first two end with the salts of hidden dropout where there are any. Instead of lengths, a Row.
+# The first two end with the seeds of hidden dropout where there are any. Instead of lengths, a Row.
 _Stream = tuple[Any, ...]
 
 
 def _embed(embedding: nn.Module, stream: _Stream, cut_over: Group) -> _Stream:
     """Add positions and token types to the stream; `cut_over`: the group that shares its positions."""
-    x, token_types, lengths, positions, *salts = stream
-    token_types, *salts = (
-        own_positions(each, cut_over) for each in (token_types, *salts)
+    x, token_types, lengths, positions, *dropout_seeds = stream
+    token_types, *dropout_seeds = (
+        own_positions(each, cut_over) for each in (token_types, *dropout_seeds)
     )
     placed = (
         {"places": own_positions(lengths.places, cut_over)}
         if isinstance(lengths, PackedRow)
         else {}
     )
-    return (embedding(x, token_types, *salts, **placed), lengths, positions, *salts)
+    return (
+        embedding(x, token_types, *dropout_seeds, **placed),
+        lengths,
+        positions,
+        *dropout_seeds,
+    )
 
 
 def _attend(layer: nn.Module, stream: _Stream) -> _Stream:
-    x, lengths, positions, *salts = stream
-    return layer(x, lengths, *salts), lengths, positions, *salts
+    x, lengths, positions, *dropout_seeds = stream
+    return layer(x, lengths, *dropout_seeds), lengths, positions, *dropout_seeds
 
 
 def _head(head: nn.Module, stream: _Stream) -> _Stream:

@@ -1,6 +1,6 @@
 """Documents within a sample that do not see each other, and positions that begin anew with each.
 
-The stream of a GPT-2 with borders is (tokens, row, *salts) -> (x, row, *salts) -> logits. The row is a
+The stream of a GPT-2 with borders is (tokens, row, *seeds) -> (x, row, *seeds) -> logits. The row is a
 `PackedRow`, made by the host once for all layers: a number of documents that only a device knew would be
 waited for. Its places (B, S) say where each token is in its document; 0 is a border. None: a sample is one
 document.
@@ -56,19 +56,19 @@ def applied(within: bool, restarts: bool, cut_over: Group) -> tuple[Apply, Apply
 def _add_positions(
     cut_over: Group, restarts: bool, layer: nn.Module, stream: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    """Add positions to the stream, those of its row if it `restarts` them; cut its salts."""
-    x, row, *salts = stream
-    own_salts = [own_positions(each, cut_over) for each in salts]
+    """Add positions to the stream, those of its row if it `restarts` them; cut its seeds."""
+    x, row, *dropout_seeds = stream
+    own_seeds = [own_positions(each, cut_over) for each in dropout_seeds]
     places = None
     if restarts and row is not None:
         places = own_positions(row.places, cut_over)
-    return layer(x, *own_salts, places=places), row, *own_salts
+    return layer(x, *own_seeds, places=places), row, *own_seeds
 
 
 def _attend(within: bool, layer: nn.Module, stream: tuple[Any, ...]) -> tuple[Any, ...]:
     """Apply a transformer layer that attends `within` documents, or to windows."""
-    x, row, *salts = stream
-    return layer(x, row if within else None, *salts), row, *salts
+    x, row, *dropout_seeds = stream
+    return layer(x, row if within else None, *dropout_seeds), row, *dropout_seeds
 
 
 def attention_within_documents(

@@ -85,17 +85,17 @@ def meta_parameters(recipe: Recipe) -> dict[str, Parameter]:
 
 def with_few_layers(recipe: Recipe, stored: int) -> Recipe:
     """Limit the recipe's layers to one more than `stored` tensors: a wrong number must not fill memory."""
-    few = min(recipe.model.layers, stored + 1)
-    return recipe.model_copy(
-        update={"model": recipe.model.model_copy(update={"layers": few})}
-    )
+    return _with_model(recipe, layers=min(recipe.model.layers, stored + 1))
 
 
 def with_vocabulary(recipe: Recipe, tokens: int) -> Recipe:
     """Return the recipe with a vocabulary of another size."""
-    return recipe.model_copy(
-        update={"model": recipe.model.model_copy(update={"vocab_size": tokens})}
-    )
+    return _with_model(recipe, vocab_size=tokens)
+
+
+def _with_model(recipe: Recipe, **changed: int) -> Recipe:
+    model = recipe.model.model_copy(update=changed)
+    return recipe.model_copy(update={"model": model})
 
 
 def whole_model(

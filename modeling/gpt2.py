@@ -74,9 +74,12 @@ class PositionEmbedding(nn.Module):
         )
 
     def forward(
-        self, x: Tensor, salts: Tensor | None = None, places: Tensor | None = None
+        self,
+        x: Tensor,
+        dropout_seeds: Tensor | None = None,
+        places: Tensor | None = None,
     ) -> Tensor:
-        """x (B, S, H), S <= positions; salts (B, S, 2) of hidden dropout in training.
+        """x (B, S, H), S <= positions; dropout_seeds (B, S, 2) of hidden dropout in training.
 
         places (B, S): positions of the tokens; None: 0, 1, ...
         """
@@ -86,28 +89,28 @@ class PositionEmbedding(nn.Module):
             of_places = own_positions(weight[None, :length], self.cut_over)
         else:
             of_places = F.embedding(places, weight)
-        x = self.dropout(x + of_places, salts)
+        x = self.dropout(x + of_places, dropout_seeds)
         return x
 
 
-# Streams: tokens -> x -> logits; with salts of hidden dropout (tokens, salts) -> (x, salts) -> logits
+# Streams: tokens -> x -> logits; with seeds of hidden dropout (tokens, seeds) -> (x, seeds) -> logits
 # With borders of documents `modeling.documents` says what they are.
 
 
 def _add_positions(layer: nn.Module, stream: Stream, cut_over: Group) -> Stream:
-    """Add positions to the stream; cut its salts, of which every rank has all."""
+    """Add positions to the stream; cut its seeds, of which every rank has all."""
     if not isinstance(stream, Tensor):
-        x, salts = stream
-        stream = x, own_positions(salts, cut_over)
+        x, dropout_seeds = stream
+        stream = x, own_positions(dropout_seeds, cut_over)
     return _drop(layer, stream)
 
 
 def _drop(layer: nn.Module, stream: Stream) -> Stream:
-    """Apply a layer with dropout; the salts ride along."""
+    """Apply a layer with dropout; the seeds ride along."""
     if isinstance(stream, Tensor):
         return layer(stream)
-    x, salts = stream
-    return layer(x, salts=salts), salts
+    x, dropout_seeds = stream
+    return layer(x, dropout_seeds=dropout_seeds), dropout_seeds
 
 
 def _finish(norm: nn.Module, stream: Stream) -> Tensor:

@@ -6,8 +6,8 @@ recomputation or a resumed run restores nothing.
 
 Every element's word is made of two factors; a mask costs one multiplication, one addition and one comparison:
 
-    salts   (B, S, 2): a and b of every position of every sample, made anew for every step; they ride along
-            with the stream (`modeling/layer_list.py`)
+    dropout_seeds (B, S, 2): a and b of every position of every sample, made anew for every step;
+            they ride along with the stream (`modeling/layer_list.py`)
     columns (H,): c of every feature of this dropout, fixed by its name
 
     dropped where (a c + b) mod 2^32 < p 2^32
@@ -16,7 +16,7 @@ With a and b uniform, two elements of one position, in one dropout or in two, ar
 each other (Dietzfelbinger, "Universal hashing and k-wise independent random variables via integer arithmetic
 without primes", 1996; exactly to 2^(z-32), where their c's have the z lowest bits in common). Vector units
 multiply words of 32 bits; with 64 bits a CPU took 20 to 50 times as long. Elements of other positions,
-samples and steps have salts of their own. torch's generators are not used: their numbers depend on the
+samples and steps have seeds of their own. torch's generators are not used: their numbers depend on the
 shape of the tensor, and on a GPU on its size.
 
 Shapes: B samples, S positions, H hidden size.
@@ -39,8 +39,8 @@ _FIRST = 0xBF58476D1CE4E5B9
 _SECOND = 0x94D049BB133111EB
 
 
-def salts_of(seed: int, step: int, samples: Tensor, positions: int) -> Tensor:
-    """Return the salts (..., S, 2) int64 of optimizer step `step`, on the device of `samples`.
+def dropout_seeds_of(seed: int, step: int, samples: Tensor, positions: int) -> Tensor:
+    """Return the seeds (..., S, 2) int64 of optimizer step `step`, on the device of `samples`.
 
     samples (...): numbers in the global batch.
     """
@@ -85,20 +85,22 @@ class HiddenDropout(nn.Module):
             words = init.words("columns", hidden).to(torch.int32)  # the low halves
             self.register_buffer("columns", words, persistent=False)
 
-    def forward(self, x: Tensor, salts: Tensor | None) -> Tensor:
-        """Drop elements of x by salts (B, S, 2); training with a probability above 0 needs them."""
+    def forward(self, x: Tensor, dropout_seeds: Tensor | None) -> Tensor:
+        """Drop elements of x by dropout_seeds (B, S, 2); training with a probability above 0 needs them."""
         if not (self.training and self.probability):
             return x
-        assert salts is not None, (
-            "hidden dropout in training needs the salts of the micro-batch"
+        assert dropout_seeds is not None, (
+            "hidden dropout in training needs the seeds of the micro-batch"
         )
         drop = _Dropped.apply if fusing.fuses(x) else dropped
-        return drop(x, salts, self.columns, self.probability)
+        return drop(x, dropout_seeds, self.columns, self.probability)
 
 
-def dropped(x: Tensor, salts: Tensor, columns: Tensor, probability: float) -> Tensor:
+def dropped(
+    x: Tensor, dropout_seeds: Tensor, columns: Tensor, probability: float
+) -> Tensor:
     """Return x (B, S, H) without the share `probability` of its elements, the others scaled."""
-    factors = salts.to(torch.int32)
+    factors = dropout_seeds.to(torch.int32)
     kept = (
         factors[..., 1:] + factors[..., :1] * columns
         >= round(probability * 2**32) - 2**31
@@ -111,11 +113,11 @@ class _Dropped(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, salts: Tensor, columns: Tensor, probability: float
+        ctx: Any, x: Tensor, dropout_seeds: Tensor, columns: Tensor, probability: float
     ) -> Tensor:
-        ctx.save_for_backward(salts, columns)
+        ctx.save_for_backward(dropout_seeds, columns)
         ctx.probability = probability
-        x = fusing.fused(dropped, x, salts, columns, probability)
+        x = fusing.fused(dropped, x, dropout_seeds, columns, probability)
         return x
 
     @staticmethod

@@ -2,8 +2,8 @@
 
 A `Family` (in `gpt2.py` and `bert.py`) defines its layers once, each with its action on the *stream*, the
 value handed from layer to layer. That is one tensor, or a tuple: first the residual stream x (B, S, H), then
-integers for later layers, such as lengths and the salts of hidden dropout, which ride along.
-With sequence parallelism x and salts hold this tensor rank's S/t positions, from the embedding to the head.
+integers for later layers, such as lengths and the seeds of hidden dropout, which ride along.
+With sequence parallelism x and seeds hold this tensor rank's S/t positions, from the embedding to the head.
 `Stack` holds all layers as one module (ZeRO 0-3, with or without tensor parallelism); `Pipeline` hands them
 to DeepSpeed (pipeline and 3D).
 """
@@ -189,7 +189,7 @@ class Stack(nn.Module):
     """The plain form: one module of all layers; `layers` holds the transformer layers.
 
     `loss` is the family's function of the last layer's output; `loss_parts` are the names of its parts;
-    `inputs` is the number of tensors, without salts, for the first layer.
+    `inputs` is the number of tensors, without seeds, for the first layer.
     """
 
     def __init__(
@@ -220,20 +220,20 @@ class Stack(nn.Module):
         self._in_order = [(d.apply, built[d.name]) for d in definitions]
 
     def forward(
-        self, *tensors: Any, salts: Tensor | None = None, places: Any = None
+        self, *tensors: Any, dropout_seeds: Tensor | None = None, places: Any = None
     ) -> Any:
         """Return a micro-batch's loss, or (the loss, its parts); without targets the last layer's output.
 
         tensors: inputs, then targets, in the order of the family's `fields`; missing inputs at the end are
-        None. salts (B, S, 2): of hidden dropout in training. places: of documents with borders, a
+        None. dropout_seeds (B, S, 2): of hidden dropout in training. places: of documents with borders, a
         `PackedRow`; None: a sample is one document. On one rank the output has only the logits of tokens; in
         a tensor group it is this rank's block, -inf at padding of the vocabulary.
         """
         given = [*tensors[: self.inputs], *[None] * (self.inputs - len(tensors))]
         if self.shape.borders:
             given.append(places)
-        if salts is not None:
-            given.append(salts)
+        if dropout_seeds is not None:
+            given.append(dropout_seeds)
         stream = tuple(given) if len(given) > 1 else given[0]
         outcome = self.run(stream)
         outputs = outcome if isinstance(outcome, tuple) else (outcome,)
@@ -322,7 +322,7 @@ class Pipeline(PipelineModule):  # type: ignore[misc]  # DeepSpeed has no types
                 checkpointable_layers=[TransformerLayer.__name__],
             )
         self.loss_parts = loss.part_names
-        self.salted = any(
+        self.takes_dropout_seeds = any(
             isinstance(m, HiddenDropout) and m.probability > 0 for m in self.modules()
         )
         self._applies = [
@@ -339,12 +339,12 @@ class Pipeline(PipelineModule):  # type: ignore[misc]  # DeepSpeed has no types
         interval = self.activation_checkpoint_interval if self.training else 0
         layers: Layers = list(zip(self._applies, self.forward_funcs, strict=True))
         if self._borders:
-            x, *salts = stream if isinstance(stream, tuple) else (stream,)
-            stream = x, next(self.rows), *salts
+            x, *dropout_seeds = stream if isinstance(stream, tuple) else (stream,)
+            stream = x, next(self.rows), *dropout_seeds
         stream = run_layers(layers, stream, interval, self.activation_checkpoint_func)
         if self._borders and isinstance(stream, tuple):
-            x, _, *salts = stream
-            stream = (x, *salts) if salts else x
+            x, _, *dropout_seeds = stream
+            stream = (x, *dropout_seeds) if dropout_seeds else x
         return stream
 
 

@@ -246,23 +246,27 @@ class TransformerLayer(nn.Module):
         self.mlp_dropout = dropout(init=init.child("mlp_dropout"))
 
     def forward(
-        self, x: Tensor, lengths: Seen = None, salts: Tensor | None = None, use: int = 0
+        self,
+        x: Tensor,
+        lengths: Seen = None,
+        dropout_seeds: Tensor | None = None,
+        use: int = 0,
     ) -> Tensor:
         """x (B, S, H), lengths (B,) without padding, or None -> (B, S, H); (1, T, H) with a Row.
 
-        salts (B, S, 2): of hidden dropout in training; each `use` of a shared layer makes its own of them.
-        With sequence parallelism x, salts and the result hold S/t positions.
+        dropout_seeds (B, S, 2): in training; each `use` of a shared layer makes its own of them.
+        With sequence parallelism x, dropout_seeds and the result hold S/t positions.
         """
-        if use and salts is not None:
-            salts = mixed(salts, use)
+        if use and dropout_seeds is not None:
+            dropout_seeds = mixed(dropout_seeds, use)
         if self.post_norm:
             x = self.attention_norm(
-                x + self.attention_dropout(self.attention(x, lengths), salts)
+                x + self.attention_dropout(self.attention(x, lengths), dropout_seeds)
             )
-            x = self.mlp_norm(x + self.mlp_dropout(self.mlp(x), salts))
+            x = self.mlp_norm(x + self.mlp_dropout(self.mlp(x), dropout_seeds))
         else:
             x = x + self.attention_dropout(
-                self.attention(self.attention_norm(x), lengths), salts
+                self.attention(self.attention_norm(x), lengths), dropout_seeds
             )
-            x = x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), salts)
+            x = x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), dropout_seeds)
         return x

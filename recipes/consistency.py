@@ -8,9 +8,11 @@ the key alone.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path
 from string import Formatter
 
@@ -39,20 +41,18 @@ def problems(
         whole: if False, fields may be missing; a rule's problems before its first missing field are kept.
         columns: headings of the row's table; None for a run's own recipe, which has fewer rules.
     """
-    rules = [rule(recipe) for rule in _RULES]
+    rules = [*_RULES]
     if columns is not None:
-        rules += [
-            _ds_config(recipe),
-            _batch(recipe),
-            _cells(recipe, columns),
-            _branch(recipe),
-        ]
+        rules += (_ds_config, _batch, functools.partial(_cells, columns), _branch)
+    missing = () if whole else (AttributeError, KeyError, TypeError)
     found: list[Problem] = []
     for rule in rules:
-        with contextlib.suppress(
-            *(() if whole else (AttributeError, KeyError, TypeError))
-        ):
-            for each in rule:  # one by one, to keep those before a missing field
+        with contextlib.suppress(*missing):
+            if rule in _ABOUT and not _ABOUT[rule](recipe):
+                continue
+            for each in rule(
+                recipe
+            ):  # one by one, to keep those before a missing field
                 if not isinstance(each, Problem):
                     key, came, broken, fix = each
                     each = Problem(key, tuple(_words(recipe, came)), broken, fix)
@@ -221,9 +221,7 @@ def _optimizer(recipe: Recipe) -> Found:
 
 def _profile(recipe: Recipe) -> Found:
     steps = recipe.run.profiled
-    if recipe.run.profile and not (
-        0 < len(steps) <= MOST_PROFILED and steps[-1] <= recipe.steps
-    ):
+    if not 0 < len(steps) <= MOST_PROFILED or steps[-1] > recipe.steps:
         rule = f"a profile has 1 to {MOST_PROFILED} steps of the run, first:last"
         last = min(13, recipe.steps)
         fix = f"set run.profile to {max(1, last - 3)}:{last}, or to null"
@@ -233,15 +231,16 @@ def _profile(recipe: Recipe) -> Found:
 def _rampup(recipe: Recipe) -> Found:
     key = "batch.rampup"
     ramp = recipe.batch.rampup
-    growth = recipe.batch.global_
-    if ramp and ((growth := growth - ramp.start) < 1 or growth % ramp.increment):
+    assert ramp
+    growth = recipe.batch.global_ - ramp.start
+    if growth < 1 or growth % ramp.increment:
         rule = (
             f"start and one or more increments are batch.global={recipe.batch.global_}"
         )
         more = f"{key}.increment to {math.gcd(growth, ramp.increment)}"
         fix = f"set {more if growth > 0 else f'{key}.start below batch.global'}"
         yield key, "{batch.rampup.start} with {batch.rampup.increment}", rule, fix
-    if ramp and recipe.model.implementation == "transformers":
+    if recipe.model.implementation == "transformers":
         rule = "it takes as many micro-batches in every step"
         yield (
             key,
@@ -249,7 +248,7 @@ def _rampup(recipe: Recipe) -> Found:
             rule,
             f"set {key} to null",
         )
-    elif ramp and recipe.task:
+    elif recipe.task:
         rule = "an epoch over its examples has equal steps"
         yield key, "{batch.rampup!k} with task", rule, f"set {key} to null"
 
@@ -377,8 +376,6 @@ def _columns(recipe: Recipe) -> Found:
 
 def _implementation(recipe: Recipe) -> Found:
     """Check what the models of transformers have not."""
-    if recipe.model.implementation != "transformers":
-        return
     data = recipe.data
     tp, pp = recipe.parallel.model_parallel
     full = recipe.activation_checkpointing in ("none", "full")
@@ -544,7 +541,7 @@ def _provenance(recipe: Recipe) -> Found:
         key: getattr(recipe, key) for key in ("inferred", "differs", "unknown")
     }
     own["published.printed"] = recipe.published.printed if recipe.published else ()
-    known = set(paths())
+    known = set(paths()) if any(own.values()) else ()
     fix = "name the key whose value it explains, e.g. batch.global"
     for section, keys in own.items():
         for key in (key for key in keys if key not in known):
@@ -566,13 +563,8 @@ def _task(recipe: Recipe) -> Found:
         fix = "set model.sentence_head to none"
         yield key, "{model.task_head} with {model.sentence_head}", rule, fix
     if task is None:
-        if head != "none":
-            yield (
-                key,
-                "{model.task_head} without {task!k}",
-                "",
-                "start with launch/finetune.py",
-            )
+        fix = "start with launch/finetune.py"
+        yield key, "{model.task_head} without {task!k}", "", fix
         return
     from recipes.tasks import TASKS
 
@@ -598,8 +590,7 @@ def _task(recipe: Recipe) -> Found:
 
 def _task_files(recipe: Recipe) -> Found:
     task = recipe.task
-    if task is None:
-        return
+    assert task
     for name in ("dev_mismatched", "test_mismatched"):
         if getattr(task, name) and task.name != "mnli":
             rule = "only MNLI has examples of other genres"
@@ -611,7 +602,8 @@ def _task_files(recipe: Recipe) -> Found:
             yield f"task.{other}", came, rule, f"add --{other} FILE"
 
 
-_RULES: tuple[Callable[[Recipe], Found], ...] = (
+_Rule = Callable[[Recipe], Found]
+_RULES: tuple[_Rule, ...] = (
     _schedule, _optimizer, _rampup, _family, _positions, _heads, _attention, _columns, _implementation,
     _vocabulary, _tokenizer, _origins, _held_out, _checkpointing, _provenance, _task, _task_files,
     _profile,
@@ -636,25 +628,24 @@ def _ds_config(recipe: Recipe) -> Found:
 
 
 def _branch(recipe: Recipe) -> Found:
-    if recipe.branch is not None:
-        fix = "leave it out: --branch RUN[@STEP] goes on from a run's checkpoint"
-        yield "branch", "{branch!k}", "is written by the run that it is of", fix
+    fix = "leave it out: --branch RUN[@STEP] goes on from a run's checkpoint"
+    yield "branch", "{branch!k}", "is written by the run that it is of", fix
 
 
 def _batch(recipe: Recipe) -> Found:
-    """Check the shares of the batch, if the row states dp."""
+    """Check the shares of the batch of a row that states dp."""
     batch = recipe.batch
     dp = recipe.parallel.dp
+    assert dp
     _, pp = recipe.parallel.model_parallel
-    if dp:
-        shares = share_batch(
-            batch.micro, batch.accumulation, batch.global_, dp, pp, dp_is_stated=True
-        )
-        if isinstance(shares, Problem):
-            yield shares
+    shares = share_batch(
+        batch.micro, batch.accumulation, batch.global_, dp, pp, dp_is_stated=True
+    )
+    if isinstance(shares, Problem):
+        yield shares
 
 
-def _cells(recipe: Recipe, columns: Sequence[str]) -> Found:
+def _cells(columns: Sequence[str], recipe: Recipe) -> Found:
     row = recipe.published.row if recipe.published else None
     if row is None or not columns:
         return
@@ -669,3 +660,15 @@ def _cells(recipe: Recipe, columns: Sequence[str]) -> Found:
     )
     fix = "add the missing or join the surplus ones"
     yield Problem("published.row", (Key("published.row"), came), rule, fix)
+
+
+# Of the rules about what a recipe may have: what has to be there.
+_ABOUT: dict[_Rule, Callable[[Recipe], object]] = {
+    _rampup: attrgetter("batch.rampup"),
+    _implementation: lambda recipe: recipe.model.implementation == "transformers",
+    _task: lambda recipe: recipe.task or recipe.model.task_head != "none",
+    _task_files: attrgetter("task"),
+    _profile: attrgetter("run.profile"),
+    _batch: attrgetter("parallel.dp"),
+    _branch: attrgetter("branch"),
+}

@@ -258,31 +258,20 @@ def coordinates(rank: int, tp: int, dp: int) -> Coordinates:
     return Coordinates(tp=rank % tp, dp=rank // tp % dp, pp=rank // (tp * dp))
 
 
-def tensor_groups(tp: int, pp: int, dp: int) -> list[list[int]]:
-    """List the global ranks of every tensor group."""
-    return [list(range(start, start + tp)) for start in range(0, tp * pp * dp, tp)]
+def _groups(within: str, tp: int, pp: int, dp: int) -> list[list[int]]:
+    """List the global ranks of every group whose places differ in the coordinates `within` alone."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(tp * pp * dp):
+        at = coordinates(rank, tp, dp)._asdict()
+        for axis in within.split():
+            del at[axis]
+        found.setdefault(tuple(at.values()), []).append(rank)
+    return [*found.values()]
 
 
-def data_groups(tp: int, pp: int, dp: int) -> list[list[int]]:
-    """List the global ranks of every data group."""
-    stage = tp * dp
-    return [
-        [s * stage + d * tp + t for d in range(dp)]
-        for s in range(pp)
-        for t in range(tp)
-    ]
-
-
-def pipeline_groups(tp: int, pp: int, dp: int) -> list[list[int]]:
-    """List the global ranks of every pipeline group, by stage."""
-    stage = tp * dp
-    return [[s * stage + i for s in range(pp)] for i in range(stage)]
-
-
-def model_groups(tp: int, pp: int, dp: int) -> list[list[int]]:
-    """List the global ranks of every copy of the model: all tensor ranks of all stages."""
-    stage = tp * dp
-    return [
-        [s * stage + d * tp + t for s in range(pp) for t in range(tp)]
-        for d in range(dp)
-    ]
+# (tp, pp, dp) -> the global ranks of every group, in ascending order
+tensor_groups = functools.partial(_groups, "tp")
+data_groups = functools.partial(_groups, "dp")
+pipeline_groups = functools.partial(_groups, "pp")
+# of every copy of the model: all tensor ranks of all stages
+model_groups = functools.partial(_groups, "tp pp")

@@ -172,16 +172,9 @@ class Model(Strict):
 
     def embedding_rows(self, tp: int) -> int:
         """Return the rows of the embedding over `tp` ranks, padded unless it is that of transformers."""
-        padded = self.implementation == "megarecipes"
-        return (
-            padded_vocab(self.vocab_size, tp, self.vocab_divisible_by)
-            if padded
-            else self.vocab_size
-        )
-
-    def positions_at(self, sequence_length: int) -> int:
-        """Return the rows of the table of positions, for samples of `sequence_length` tokens."""
-        return self.positions or sequence_length
+        if self.implementation == "transformers":
+            return self.vocab_size
+        return padded_vocab(self.vocab_size, tp, self.vocab_divisible_by)
 
 
 class Parallel(Strict):
@@ -252,11 +245,9 @@ class Batch(Strict):
     @property
     def unit(self) -> int:
         """Largest number that divides the samples of every step."""
-        return (
-            math.gcd(self.rampup.start, self.rampup.increment)
-            if self.rampup
-            else self.global_
-        )
+        if self.rampup is None:
+            return self.global_
+        return math.gcd(self.rampup.start, self.rampup.increment)
 
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -538,11 +529,9 @@ class Hardware(Strict):
         return value
 
     def __str__(self) -> str:
-        return (
-            self.name
-            if self.gpus is None
-            else f"{self.gpus} GPU{'s' * (self.gpus != 1)} ({self.name})"
-        )
+        if self.gpus is None:
+            return self.name
+        return f"{self.gpus} GPU{'s' * (self.gpus != 1)} ({self.name})"
 
 
 Percent = Annotated[float, Field(ge=0, le=100)]
@@ -744,7 +733,7 @@ class Recipe(Strict):
     @property
     def positions(self) -> int:
         """Rows of the model's table of positions."""
-        return self.model.positions_at(self.sequence_length)
+        return self.model.positions or self.sequence_length
 
     def as_data(self) -> dict[str, Any]:
         """Return every field as plain data, by the names in a recipe."""
@@ -777,11 +766,9 @@ class Recipe(Strict):
     def checkpoint_interval(self) -> int:
         """Layers per recomputed chunk; 0: no whole layer is recomputed."""
         chunk = self.activation_checkpointing
-        return (
-            chunk
-            if isinstance(chunk, int)
-            else {"none": 0, "selective": 0, "full": 1}[chunk]
-        )
+        if isinstance(chunk, int):
+            return chunk
+        return int(chunk == "full")
 
     @property
     def recomputes_core(self) -> bool:

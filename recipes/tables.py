@@ -60,15 +60,16 @@ class Table(TableFrame):
         return bool(self.columns)
 
     def row(self, name: str) -> dict[str, Any]:
-        """Lay the row over the defaults; not yet validated."""
-        return merge(merge(self._base(name), self.defaults), self.rows[name] or {})
+        """Lay the row over the defaults; not yet validated.
 
-    def _base(self, name: str) -> dict[str, Any]:
-        """Return the row's base: the other table's row of the same name, or its defaults."""
-        if self.below is None:
-            return {}
-        whole = self.below.row(name) if name in self.below.rows else self.below.defaults
-        return {key: value for key, value in whole.items() if key != "published"}
+        Both lie over the other table's row of the same name, or its defaults.
+        """
+        base = dict[str, Any]()
+        if self.below:
+            other = self.below
+            base |= other.row(name) if name in other.rows else other.defaults
+            base.pop("published", None)
+        return merge(merge(base, self.defaults), self.rows[name] or {})
 
     def paths(self, row: str) -> tuple[KeyPath, ...]:
         """List the sections of the file that may hold a key of the row, nearest first."""

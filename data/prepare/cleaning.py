@@ -27,7 +27,7 @@ import ftfy
 from ftfy.badness import is_bad
 
 from data.text.encoder import UNSPACED
-from data.text.sources import package_directory
+from data.text.packaged import package_directory
 from recipes.problems import ProblemsError
 
 # Characters to read; THEN only where the first answer is not certain, since they take time.

@@ -19,8 +19,8 @@ from data.prepare.cleaning import repair
 from data.prepare.words import Words, passages, words_of
 from data.text.encoder import group_items
 from data.text.file_types import JSON_LINES, JSON_LIST, looks_like, way_from
+from data.text.local_files import format_of
 from data.text.records import BrokenRecord
-from data.text.sources import format_of
 from recipes import files
 from recipes.schema import Origin
 

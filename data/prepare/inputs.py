@@ -16,8 +16,9 @@ from data.durable_files import Say, quiet
 from data.prepare.settings import Settings
 from data.text.file_types import looks_like, way_from
 from data.text.listing import splits_of
+from data.text.local_files import files_of, format_of
 from data.text.records import BrokenRecord, FoundFile, RawRecord, RecordFormat
-from data.text.sources import files_of, format_of, hub_source
+from data.text.sources import hub_source
 from recipes.problems import Problem, ProblemsError, Text, some
 
 # before any work is done

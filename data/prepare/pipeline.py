@@ -29,8 +29,12 @@ from data.prepare.words import choose_bands
 from data.prepare.work import Answer, WorkPlan, peak_memory
 from data.prepare.workspace import REPORT, Workspace
 from data.text.encoder import Encoder
-from data.text.vocabulary import unknown_token, vocabulary_digest, vocabulary_size
-from data.text.vocabulary_files import save_tokenizer
+from data.text.vocabulary import (
+    save_tokenizer,
+    unknown_token,
+    vocabulary_digest,
+    vocabulary_size,
+)
 from recipes.families import TRAINED
 
 # Of a batch on one core: the library's objects, some 100 bytes per token, stay in the processor's cache.

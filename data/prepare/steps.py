@@ -20,8 +20,9 @@ from data.prepare.cleaning import Detect, repair
 from data.prepare.contamination import Evaluation
 from data.prepare.settings import in_flags
 from data.prepare.words import Words, signatures, words_of
+from data.text.documents import Document
 from data.text.encoder import Encoder, Ends, group_items, sentences_of
-from data.text.records import BrokenRecord, Document, RawRecord, RecordFormat
+from data.text.records import BrokenRecord, RawRecord, RecordFormat
 
 NOT_A_DOCUMENT = "not a document (empty, a redirect)"
 EXCERPT_CHARACTERS = 200  # of a dropped document

@@ -14,11 +14,12 @@ from data.durable_files import Say
 from data.prepare.cleaning import make_detector, repair
 from data.prepare.inputs import Cursor, Inputs
 from data.prepare.settings import Settings
-from data.text.encoder import end_of_document
+from data.text.documents import end_of_document
+from data.text.ready_made_vocabulary import ready_made
 from data.text.records import RawRecord
 from data.text.trained_vocabulary import train_bpe, train_wordpiece, wrap_tokenizer
-from data.text.vocabulary import missing_roles, ready_made
-from data.text.vocabulary_files import read_tokenizer, save_tokenizer
+from data.text.vocabulary import missing_roles, save_tokenizer
+from data.text.vocabulary_files import read_tokenizer
 from recipes.families import TRAINED
 from recipes.problems import ProblemsError
 

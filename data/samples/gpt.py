@@ -23,7 +23,7 @@ from data.samples.fields import (
     too_short,
     window_count,
 )
-from data.text.encoder import Encoder, end_of_document
+from data.text.documents import end_of_document
 from data.tokens.store import Store
 from recipes.families import PLACES
 from recipes.problems import Key, ProblemsError, Words, counted
@@ -219,6 +219,8 @@ class GptFamily:
 
     def encoder(self, origin: Origin, batch_characters: int) -> Encode:
         """Make the encoder of a stream's documents."""
+        from data.text.encoder import Encoder
+
         return Encoder(self.tokenizer, batch_characters)
 
     def lane(self, reader: LaneReader) -> Lane:

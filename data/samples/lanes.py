@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, NoReturn
 from data.durable_files import Say
 from data.keyed_random import generator
 from data.samples.fields import Fields
-from data.text.records import Source
+from data.text.documents import Source
 from recipes import files
 from recipes.problems import ProblemsError, Words
 

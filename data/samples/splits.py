@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from data.samples.fields import Parts, spread
 from data.samples.gpt import GptFamily, TokenStream
-from data.text.encoder import end_of_document
+from data.text.documents import end_of_document
 from data.text.held_out import Part, documents_of
 from data.tokens.opened import OpenedStore
 from recipes.problems import ProblemsError, Setting, pieces

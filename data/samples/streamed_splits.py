@@ -22,8 +22,8 @@ from data.samples.lanes import (
     lane_count,
 )
 from data.samples.splits import Family
+from data.text.documents import Source
 from data.text.held_out import Part, part_of
-from data.text.records import Source
 from recipes.families import PLACES
 from recipes.problems import Key, ProblemsError, Setting
 from recipes.schema import Origin, Recipe

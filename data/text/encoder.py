@@ -14,7 +14,8 @@ import sentencex
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
-from recipes.problems import Key, ProblemsError, Setting, some
+from data.text.documents import end_of_document
+from recipes.problems import ProblemsError, Setting, some
 
 LANGUAGE = "en"
 Ends = Literal["split", "lines"]  # how to find the ends of sentences
@@ -98,24 +99,6 @@ def use_all_cores() -> None:
     Unset, the library turns its threads off at the first fork of the process and warns at each one.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-
-
-def end_of_document(tokenizer: PreTrainedTokenizerFast) -> int:
-    """Return the end-of-document token: end-of-sequence, or [SEP]. Raises ProblemsError: there is neither."""
-    for token in (tokenizer.eos_token_id, tokenizer.sep_token_id):
-        if token is not None:
-            return int(token)
-    give = 'give "eos_token" in a tokenizer_config.json next to '
-    fix = (
-        give,
-        Key("data.tokenizer.path"),
-        ", or another ",
-        Key("data.tokenizer.kind"),
-    )
-    came = "the vocabulary names no end-of-sequence token and no [SEP]"
-    raise ProblemsError.of(
-        "data.tokenizer.kind", came, "documents cannot be ended", fix
-    )
 
 
 def _alphabet(backend: Tokenizer) -> set[str] | None:

@@ -15,8 +15,8 @@ from typing import Any
 from data.durable_files import Say, now_and_then, quiet
 from data.text.file_types import type_of, way_from
 from data.text.listing import splits_of
+from data.text.local_files import files_of, format_of, named_path
 from data.text.records import FoundFile, read_strictly
-from data.text.sources import files_of, format_of, named_path
 from data.text.text_files import JsonlFormat
 from recipes.files import named_kind, nested
 from recipes.problems import Key, Problem, ProblemsError, Setting, Words, either, some

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from itertools import count
 from typing import TYPE_CHECKING, Literal
 
-from data.text.records import Document, SkippedRecords, Source
-from data.text.sources import files_of, open_source
+from data.text.documents import Document, SkippedRecords, Source
+from data.text.sources import open_source
 from recipes.families import TRAINED
 from recipes.problems import counted
 from recipes.schema import Recipe
@@ -168,6 +168,8 @@ def with_held_out_text(recipe: Recipe, source: Source) -> Source:
 
 def describe_text(recipe: Recipe) -> str:
     """Say what a plan knows of the text: files, bytes, kind, column, split and vocabulary."""
+    from data.text.local_files import files_of
+
     data = recipe.data
     told = []
     ends = False

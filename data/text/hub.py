@@ -19,11 +19,10 @@ from http.client import HTTPException
 from typing import Any
 
 from data.durable_files import Say
+from data.text.documents import Document, SkippedRecords
 from data.text.records import (
     BrokenRecord,
-    Document,
     RawRecord,
-    SkippedRecords,
     broken_record,
     field_text,
     skip_or_refuse,

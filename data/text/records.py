@@ -1,4 +1,4 @@
-"""Records of files, documents of records, and reports of broken records.
+"""Records of files, their documents, and reports of broken records.
 
 A `RecordFormat` reads one kind of file in two steps. `records` is cheap and sequential: it decompresses the
 file and cuts it into records, in bounded memory. `parse` turns one record into a document's text and depends
@@ -18,20 +18,11 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
+from data.text.documents import Document, SkippedRecords
 from data.text.file_types import JSON_LINES, JSON_LIST, looks_like, way_from
-from recipes.problems import (
-    Key,
-    Problem,
-    ProblemsError,
-    Setting,
-    Text,
-    Words,
-    counted,
-    pieces,
-    some,
-)
+from recipes.problems import Key, Problem, ProblemsError, Setting, Text, Words, pieces
 
 # a longer record is broken: no document of a corpus is that long
 MAX_RECORD_BYTES = 64 << 20
@@ -257,64 +248,6 @@ def unusable_record(raw: RawRecord, kind: str, detail: Text) -> BrokenRecord:
     return broken_record(raw.file, raw.number, kind, detail, raw.payload)
 
 
-@dataclass(frozen=True, slots=True)
-class Document:
-    """The text of a record, with the record's index."""
-
-    # of the record, from 0, in the source or the shard that is read; all records count
-    index: int
-    text: str
-
-
-class SkippedRecords:
-    """The broken records left out by this process; a record met again counts once."""
-
-    MOST = 100_000  # records to remember; later ones are not counted
-
-    def __init__(self) -> None:
-        self._found: set[str] = set()
-
-    def add(self, where: str, record: BrokenRecord) -> None:
-        if len(self._found) < self.MOST:
-            self._found.add(f"{where}: {record.kind}")
-
-    def found(self) -> list[str]:
-        """List place and kind of each record."""
-        return sorted(self._found.copy())  # a loader's thread may be adding
-
-    @staticmethod
-    def describe(left_out: Sequence[str]) -> str:
-        """Tell how many records were left out, and name the first."""
-        least = "at least " if len(left_out) >= SkippedRecords.MOST else ""
-        return f"{least}{counted(len(left_out), 'broken record')} left out ({some(left_out)})"
-
-
-class Source(Protocol):
-    """A readable collection of documents.
-
-    All but `fingerprint` raise ProblemsError where the dataset cannot be opened, and the readers where a
-    record is broken.
-    """
-
-    name: str
-    finite: bool  # False: streamed; never tokenized as a whole
-    # collects the broken records; None: they stop a reader
-    skipped: SkippedRecords | None
-
-    @property
-    def shards(self) -> int:
-        """Number of independently readable parts, e.g. files."""
-
-    def fingerprint(self) -> str:
-        """Return a hexadecimal digest of the documents."""
-
-    def documents(self, start: int = 0) -> Iterator[Document]:
-        """Yield the documents of all shards in order, from index `start` on, without the empty ones."""
-
-    def shard_documents(self, shard: int, start: int = 0) -> Iterator[Document]:
-        """Yield the documents of one shard, from index `start` within it on, without the empty ones."""
-
-
 def read_strictly(
     files: Sequence[FoundFile],
     format: RecordFormat,
@@ -351,7 +284,7 @@ def skip_or_refuse(
 ) -> None:
     """Give a broken record to `skipped`; raises ProblemsError without one."""
     if skipped is not None:
-        skipped.add(where, record)
+        skipped.add(where, record.kind)
         return
     leave_out = Setting("data.broken_records", "skip")
     fix = (

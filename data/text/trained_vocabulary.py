@@ -31,15 +31,16 @@ from transformers import PreTrainedTokenizerFast
 
 from data import durable_files
 from data.durable_files import DamagedFile, Say
-from data.text.encoder import use_all_cores
+from data.text.documents import Source
 from data.text.held_out import part_of
-from data.text.records import Source
 from recipes.families import SMALLEST_BPE
 from recipes.problems import Key, ProblemsError, Setting
 from recipes.schema import Recipe
 
 END_OF_DOCUMENT = "<|endoftext|>"
 BERT_SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # ids 0 to 4
+BERT_ROLES = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
+CONFIG = "tokenizer_config.json"  # of a directory with a tokenizer: names the tokens of roles
 # Characters; merges hardly change beyond, and training keeps every distinct word.
 TRAINING_TEXT_LIMIT = 256 << 20
 # Different characters in a WordPiece vocabulary; BERT's own has about 1000.
@@ -153,6 +154,8 @@ def train_bpe(texts: Iterable[str], size: int) -> Tokenizer:
         special_tokens=[END_OF_DOCUMENT], initial_alphabet=letters
     )
     trainer = trainers.BpeTrainer(vocab_size=size, show_progress=False, **begin)
+    from data.text.encoder import use_all_cores
+
     use_all_cores()
     tokenizer.train_from_iterator(_limit_text(texts, TRAINING_TEXT_LIMIT), trainer)
     _check_size(tokenizer.get_vocab_size(), size)
@@ -173,6 +176,8 @@ def train_wordpiece(texts: Iterable[str], size: int) -> Tokenizer:
         {token: i for i, token in enumerate(BERT_SPECIAL_TOKENS)}, lowercase=True
     )
     counts = _characters(held, template)
+    from data.text.encoder import use_all_cores
+
     use_all_cores()
     vocabulary = _wordpiece(held, template, counts, size)
     if len(vocabulary) != size:

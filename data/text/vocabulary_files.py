@@ -1,4 +1,4 @@
-"""Tokenizers in files, read as `tokenizers` reads them, and written for transformers 4 and 5 alike.
+"""Tokenizers in files, read as `tokenizers` reads them.
 
 A tokenizer.json decides about every token. The files beside it (tokenizer_config.json,
 special_tokens_map.json, added_tokens.json) name the tokens of roles, number added tokens and state rules:
@@ -24,7 +24,9 @@ from tokenizers import (
 from transformers import PreTrainedTokenizerFast
 
 from data.text.trained_vocabulary import (
+    BERT_ROLES,
     BERT_SPECIAL_TOKENS,
+    CONFIG,
     END_OF_DOCUMENT,
     bert_template,
     wordpiece_backend,
@@ -34,10 +36,8 @@ from recipes.problems import ProblemsError, Setting
 
 # of a vocabulary file; the largest published ones have 40
 MOST_VOCABULARY = 256 * files.MIB
-BERT_ROLES = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
 _USUAL = dict(zip(BERT_ROLES, BERT_SPECIAL_TOKENS, strict=True))
 _USUAL |= dict(bos_token=END_OF_DOCUMENT, eos_token=END_OF_DOCUMENT)
-_CONFIG = "tokenizer_config.json"
 _SPECIAL = "special_tokens_map.json"
 _ADDED = "added_tokens.json"
 # Classes of transformers without rules of their own, or with GPT-2's or BERT's.
@@ -155,23 +155,6 @@ def _read(path: Path) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write a tokenizer to a new directory, in the form and under the class that both versions know."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
-    config = dict(
-        tokenizer_class="PreTrainedTokenizerFast",
-        model_max_length=tokenizer.model_max_length,
-        model_input_names=tokenizer.model_input_names,
-        clean_up_tokenization_spaces=False,
-        additional_special_tokens=tokenizer.extra_special_tokens,
-        **tokenizer.special_tokens_map,
-    )
-    (folder / _CONFIG).write_text(
-        json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
-    )
-
-
 def _of_json(file: Path) -> Tokenizer:
     model = files.read_json_object(file, MOST_VOCABULARY).get("model")
     if not isinstance(model, dict) or not model.get("vocab"):
@@ -240,7 +223,7 @@ def _check_class(file: Path, stated: dict[str, Any]) -> None:
     if name.removesuffix("Fast") not in _KNOWN:
         rule = f"a {file.name} is read by the rules of {', '.join(_KNOWN[2:])}"
         files.refuse(
-            file.with_name(_CONFIG), f"tokenizer_class is {name}", rule, _CONVERT
+            file.with_name(CONFIG), f"tokenizer_class is {name}", rule, _CONVERT
         )
 
 
@@ -250,7 +233,7 @@ def _stated(folder: Path) -> dict[str, Any]:
     Raises FileError where two contradict each other.
     """
     stated: dict[str, Any] = {}
-    for place in (folder / _SPECIAL, folder / _CONFIG):
+    for place in (folder / _SPECIAL, folder / CONFIG):
         for key, value in (
             files.read_json_object(place).items() if place.is_file() else ()
         ):
@@ -298,7 +281,7 @@ def _add_tokens(
                 folder,
                 came,
                 rule,
-                f"correct {_ADDED} or added_tokens_decoder in {_CONFIG}",
+                f"correct {_ADDED} or added_tokens_decoder in {CONFIG}",
             )
     for name in special:
         if backend.token_to_id(name) is None:
@@ -337,4 +320,4 @@ def _check_rules(backend: Tokenizer, stated: dict[str, Any], folder: Path) -> No
         if bool(stated.get(key, ours)) != ours:
             came = f"{key} is {json.dumps(stated[key])}"
             rule = "the tokenizer's own rules differ, and decide"
-            files.refuse(folder / _CONFIG, came, rule, "remove the key, or change them")
+            files.refuse(folder / CONFIG, came, rule, "remove the key, or change them")

@@ -19,10 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from data import durable_files
 from data.durable_files import SAY_EVERY_S, DamagedFile, Say, write_atomically
-from data.text.encoder import Encoder, SentenceEncoder, end_of_document
-from data.text.file_types import RAW, looks_like, way_from
-from data.text.records import Document, SkippedRecords, Source
-from data.text.sources import named_path
+from data.text.documents import Document, SkippedRecords, Source, end_of_document
 from data.text.vocabulary import vocabulary_digest, vocabulary_size
 from data.tokens.store import (
     Checksum,
@@ -149,6 +146,8 @@ def cached_store(
     what = f"tokens of {source.name}"
 
     def write() -> None:
+        from data.text.encoder import Encoder, SentenceEncoder
+
         encode = (
             SentenceEncoder(tokenizer, sentences) if sentences else Encoder(tokenizer)
         )
@@ -383,6 +382,9 @@ def _check_ends(
 
 def store_prefix(origin: Origin, sequences: Sequences) -> Path:
     """Return the path of a store without .bin or .idx. Raises ValueError: there is none, or several."""
+    from data.text.file_types import looks_like
+    from data.text.local_files import named_path
+
     path, _ = named_path(origin)
     if not path.is_dir():
         prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
@@ -414,6 +416,8 @@ def store_prefix(origin: Origin, sequences: Sequences) -> Path:
 
 
 def _check_index(origin: Origin, prefix: Path) -> None:
+    from data.text.file_types import RAW, way_from
+
     if bin_path(prefix).exists() and not idx_path(prefix).exists():
         rule = f"{bin_path(prefix).name} has no {idx_path(prefix).name}, and a token store is both"
         raise _refused(

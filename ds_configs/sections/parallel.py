@@ -41,7 +41,8 @@ def layout(
     )
     agreed = _check_batch(recipe, least_dp, pp.value, findings)
     _check_model(recipe, tp, pp, stage, findings)
-    _check_sequence(recipe, tp, findings)
+    if recipe.parallel.sequence:
+        _check_sequence(recipe, tp, findings)
     if world is None:
         world = tp.value * pp.value * (recipe.parallel.dp or 1)
     dp = _data_parallel(recipe, tp, pp, world, agreed, findings)
@@ -156,8 +157,6 @@ def _check_model(
 
 
 def _check_sequence(recipe: Recipe, tp: _Degree, findings: Findings) -> None:
-    if not recipe.parallel.sequence:
-        return
     key = "parallel.sequence"
     length = recipe.sequence_length
     off = "--set parallel.sequence=false"

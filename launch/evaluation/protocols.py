@@ -23,8 +23,8 @@ from data.durable_files import quiet
 from data.text.encoder import UNSPACED
 from data.text.given_text import text_settings
 from data.text.hub import HubSource
+from data.text.local_files import files_of, format_of
 from data.text.records import MAX_RECORD_BYTES, BrokenRecord, RawRecord, decode_payload
-from data.text.sources import files_of, format_of
 from data.text.text_files import numbered_lines
 from recipes.problems import Key, Problem, ProblemsError, Setting, Words
 from recipes.schema import Origin, Recipe

@@ -21,7 +21,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 
 from data.samples.documents import places_in_documents
-from data.text.encoder import end_of_document
+from data.text.documents import end_of_document
 from data.text.vocabulary import unused_numbers
 from launch.console import terminal
 from launch.evaluation.protocols import FACTS, TASKS, TaskText

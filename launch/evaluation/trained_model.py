@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from data.text.vocabulary import gpt2_tokenizer, missing_roles, vocabulary_size
+from data.text.ready_made_vocabulary import gpt2_tokenizer
+from data.text.vocabulary import missing_roles, vocabulary_size
 from data.text.vocabulary_files import read_tokenizer
 from launch.console import terminal
 from launch.ranks import processes

@@ -10,8 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from data.text.vocabulary import vocabulary_digest
-from data.text.vocabulary_files import read_tokenizer, save_tokenizer
+from data.text.vocabulary import save_tokenizer, vocabulary_digest
 from launch.records.directory import RunDirectory
 from recipes.files import FileError, read_json_object, read_text, refuse
 from recipes.problems import ProblemsError
@@ -57,6 +56,8 @@ def load(run: Path) -> PreTrainedTokenizerFast:
         refuse(run, f"holds no {FOLDER}/", why, RESTORE)
     file = run / FOLDER / "tokenizer.json"
     read_json_object(file, MOST_VOCABULARY)
+    from data.text.vocabulary_files import read_tokenizer
+
     try:
         return read_tokenizer(file.parent)
     except ProblemsError as error:

@@ -207,15 +207,15 @@ def train_step(
     engine: DeepSpeedEngine,
     batches: Sequence[MicroBatch],
     grid: ProcessGrid,
-    salts: Sequence[torch.Tensor | None],
+    dropout_seeds: Sequence[torch.Tensor | None],
 ) -> Callable[[], StepRecord]:
     """Make one optimizer step over this data-parallel rank's micro-batches; a GPU may still compute it.
 
     Return what reads its outcome (`read_outcome`).
 
-    `salts`: of each micro-batch, by `micro_batches.salts_of_step`. DeepSpeed divides each loss by the
-    accumulation steps, averages gradients over data-parallel ranks, clips, scales and unscales, and steps the
-    optimizer and the schedule at the last micro-batch.
+    `dropout_seeds`: of each micro-batch, by `micro_batches.dropout_seeds_of_step`.
+    DeepSpeed divides each loss by the accumulation steps, averages gradients over data-parallel ranks, clips,
+    scales and unscales, and steps the optimizer and the schedule at the last micro-batch.
     """
     before = state_before_step(engine)
     engine.set_train_batch_size(
@@ -227,7 +227,7 @@ def train_step(
         if isinstance(engine, PipelineEngine):
             from launch.deepspeed_fixes.train_batch_timer import forget_batches
 
-            loss = engine.train_batch(pipeline_batches(engine, batches, salts))
+            loss = engine.train_batch(pipeline_batches(engine, batches, dropout_seeds))
             forget_batches(engine)
             figures = HostCopy(
                 torch.stack([loss.float().squeeze(), *_pipeline_parts(engine, grid)])
@@ -235,12 +235,12 @@ def train_step(
         else:
             losses = list[torch.Tensor]()
             engine.train()
-            for batch, salt in zip(batches, salts, strict=True):
+            for batch, dropout_seed in zip(batches, dropout_seeds, strict=True):
                 # Else DeepSpeed goes by the micro-batches of all steps, whose number per step may change.
                 engine.set_gradient_accumulation_boundary(
                     len(losses) + 1 == len(batches)
                 )
-                loss, *parts = forward(engine, batch, salt)
+                loss, *parts = forward(engine, batch, dropout_seed)
                 engine.backward(loss)
                 losses.append(torch.cat([loss.detach().float().view(1), *parts]))
                 if len(losses) == len(batches):
@@ -255,13 +255,13 @@ def train_step(
 def pipeline_batches(
     engine: PipelineEngine,
     batches: Sequence[MicroBatch],
-    salts: Sequence[torch.Tensor | None],
+    dropout_seeds: Sequence[torch.Tensor | None],
 ) -> Iterator[Any]:
     """Return what the first and the last stage take; give this one, any, the documents' rows."""
     # Not made lazily with these: stages between the first and the last take none.
     engine.module.rows = micro_batches.rows_of_documents(batches, engine.device)
     device = itertools.repeat(engine.device)
-    return map(micro_batches.for_pipeline, batches, salts, device)
+    return map(micro_batches.for_pipeline, batches, dropout_seeds, device)
 
 
 class HostCopy:
@@ -323,11 +323,13 @@ def read_outcome(
 
 
 def forward(
-    engine: DeepSpeedEngine, batch: MicroBatch, salts: torch.Tensor | None = None
+    engine: DeepSpeedEngine,
+    batch: MicroBatch,
+    dropout_seeds: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Return (loss) or (loss, parts of it) of one micro-batch by our plain model."""
     given, named = micro_batches.for_plain(
-        batch, engine.device, salts, engine.module.position_ranks
+        batch, engine.device, dropout_seeds, engine.module.position_ranks
     )
     result = engine(*given, **named)
     return result if isinstance(result, tuple) else (result,)
@@ -344,7 +346,7 @@ def validate(
     totals = []
     for batches in micro_batches.normalise_steps(steps, grid, engine.device):
         if isinstance(engine, PipelineEngine):
-            unused = [_unused_salts(engine, batch) for batch in batches]
+            unused = [_unused_dropout_seeds(engine, batch) for batch in batches]
             pairs = pipeline_batches(engine, batches, unused)
             loss = engine.eval_batch(pairs, num_micro_batches=len(batches))
             totals.append(
@@ -415,12 +417,14 @@ def other_shape(engine: DeepSpeedEngine) -> Iterator[None]:
         engine.reset_activation_shape()
 
 
-def _unused_salts(engine: PipelineEngine, batch: MicroBatch) -> torch.Tensor | None:
-    """Return stand-ins for salts in a validation: pipeline stages agree on shapes only once."""
+def _unused_dropout_seeds(
+    engine: PipelineEngine, batch: MicroBatch
+) -> torch.Tensor | None:
+    """Return stand-ins for seeds in a validation: pipeline stages agree on shapes only once."""
     size = (*batch["tokens"].shape, 2)
     return (
         torch.zeros(size, dtype=torch.int64, device=engine.device)
-        if engine.module.salted
+        if engine.module.takes_dropout_seeds
         else None
     )
 

@@ -9,7 +9,7 @@ from launch.ranks import ending
 from launch.ranks.watchdog import Phase
 from launch.training.early_ends import EarlyEnd, EarlyStop, StopRequest
 from launch.training.engine import build_engine, release_at_end, train_step
-from launch.training.micro_batches import salts_of_step, training_batches
+from launch.training.micro_batches import dropout_seeds_of_step, training_batches
 from launch.training.run import Start, TrainingRun, next_batch, run_watchdog
 from modeling.parallel.layers import seed_step
 
@@ -48,8 +48,10 @@ def train(start: Start) -> EarlyStop | None:
             waited = time.perf_counter() - started
             watchdog.enter(Phase.COMPUTING)
             # DeepSpeed accumulates, scales the loss, averages over data ranks, clips, steps the schedule.
-            salts = salts_of_step(plan, grid.at.dp, step - 1, engine.device)
-            read_outcome = train_step(engine, micro_batches, grid, salts)
+            dropout_seeds = dropout_seeds_of_step(
+                plan, grid.at.dp, step - 1, engine.device
+            )
+            read_outcome = train_step(engine, micro_batches, grid, dropout_seeds)
             waited += run.fetch_next(step)
             exchange = run.exchange(waited)
             outcome = read_outcome()

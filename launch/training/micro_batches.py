@@ -29,7 +29,7 @@ from ds_configs.plan import Plan
 from launch.checkpoints.run_checkpoints import Checkpoint
 from launch.ranks import processes
 from launch.training.early_ends import BrokenData
-from modeling.hidden_dropout import salts_of
+from modeling.hidden_dropout import dropout_seeds_of
 from modeling.parallel.process_grid import ProcessGrid
 from recipes.families import PLACES, fields_of
 from recipes.layout import model_groups
@@ -220,10 +220,10 @@ def normalise_steps(
     return [[next(flat) for _ in batches] for batches in steps]
 
 
-def salts_of_step(
+def dropout_seeds_of_step(
     plan: Plan, dp_rank: int, step: int, device: Device
 ) -> Sequence[Tensor | None]:
-    """Return salts (B, S, 2) of hidden dropout, or None, for each micro-batch of the step after `step`."""
+    """Return seeds (B, S, 2) of hidden dropout, or None, for each micro-batch of the step after `step`."""
     recipe = plan.recipe
     rows = rank_rows(plan.layout, dp_rank, recipe.sizes.size(step))
     if not recipe.dropout.hidden:
@@ -231,7 +231,7 @@ def salts_of_step(
     # Made on the device, for a copy would wait for it: a rank's rows follow each other.
     first = int(rows.flat[0])
     samples = torch.arange(first, first + rows.size, device=device).view(rows.shape)
-    return list(salts_of(recipe.seed, step, samples, recipe.sequence_length))
+    return list(dropout_seeds_of(recipe.seed, step, samples, recipe.sequence_length))
 
 
 def next_step(
@@ -239,15 +239,15 @@ def next_step(
 ) -> int | None:
     """Return a sum modulo 2**64 of the step after `step`, the same under every layout. Collective.
 
-    It adds up the samples, each times a salt of hidden dropout: a function of place, seed and step, as all
+    It adds up the samples, each times a seed of hidden dropout: a function of place, seed and step, as all
     dropout is. None: a rank cannot read the step.
     """
     halves = torch.tensor([0, 0, 1])  # of the sum; then, whether it is missing
     with contextlib.suppress(Exception):  # the step itself will tell
         rows = rank_rows(plan.layout, grid.at.dp, plan.recipe.sizes.size(step))
         places = torch.from_numpy(rows)
-        salts = salts_of(plan.recipe.seed, step, places, 1)
-        own = samples_sum(batches.peek()[0], salts[..., 0, 0].tolist())
+        dropout_seeds = dropout_seeds_of(plan.recipe.seed, step, places, 1)
+        own = samples_sum(batches.peek()[0], dropout_seeds[..., 0, 0].tolist())
         halves = torch.tensor([*divmod(own % 2**64, 2**32), 0])
     dist.all_reduce(halves, group=grid.control_group)
     high, low, missing = map(int, halves.tolist())
@@ -260,10 +260,10 @@ def next_step(
 def for_plain(
     batch: MicroBatch,
     device: Device,
-    salts: Tensor | None = None,
+    dropout_seeds: Tensor | None = None,
     position_ranks: int = 1,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return positional and named arguments of the plain model on `device`; `salts`: of hidden dropout.
+    """Return positional and named arguments of the plain model on `device`; `dropout_seeds`: of hidden dropout.
 
     Nothing is computed for padding: the samples of a padded micro-batch become one row without it. Where a
     row saves nothing, the samples stay as in `padded_arguments`, except on a CPU, which is faster with rows.
@@ -273,15 +273,15 @@ def for_plain(
     if fields_of(batch).padded:
         from launch.training.padded_batches import as_row
 
-        row = as_row(batch, device, salts, position_ranks)
+        row = as_row(batch, device, dropout_seeds, position_ranks)
         if row is not None:
             return row
     given = padded_arguments(batch, device, position_ranks)
     assert given[0] is not None
     named: Any = {}
-    if salts is not None:
+    if dropout_seeds is not None:
         positions = given[0].shape[1]
-        named["salts"] = salts[:, :positions]
+        named["dropout_seeds"] = dropout_seeds[:, :positions]
     if PLACES in batch:
         from modeling.documents import row_of_documents
 
@@ -311,7 +311,7 @@ def padded_arguments(
 
 
 def for_pipeline(
-    batch: MicroBatch, salts: Tensor | None, device: Device
+    batch: MicroBatch, dropout_seeds: Tensor | None, device: Device
 ) -> tuple[Tensor | tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Return (inputs of the first stage, targets of the last) of full length: stages exchange one shape.
 
@@ -320,8 +320,8 @@ def for_pipeline(
     fields = fields_of(batch)
     batch = {name: batch[name].to(device, non_blocking=True) for name in fields.names}
     inputs = [batch[name] for name in fields.inputs]
-    if salts is not None:
-        inputs.append(salts)
+    if dropout_seeds is not None:
+        inputs.append(dropout_seeds)
     targets = tuple(batch[name] for name in fields.targets)
     return tuple(inputs) if len(inputs) > 1 else inputs[0], targets
 

@@ -37,7 +37,7 @@ def cut_after_longest(
 
 
 def as_row(
-    batch: MicroBatch, device: Device, salts: Tensor | None, position_ranks: int
+    batch: MicroBatch, device: Device, dropout_seeds: Tensor | None, position_ranks: int
 ) -> tuple[tuple[Any, ...], dict[str, Tensor]] | None:
     """Return the arguments with the samples as one row, or None where a row saves nothing.
 
@@ -48,7 +48,7 @@ def as_row(
     row = round_up(int(lengths.sum()), multiple)
     whole = _longest(batch, position_ranks) * lengths.numel()
     if row < whole or (row == whole and torch.device(device).type == "cpu"):
-        return _row_arguments(batch, device, salts, multiple)
+        return _row_arguments(batch, device, dropout_seeds, multiple)
     return None
 
 
@@ -61,9 +61,9 @@ def _longest(batch: MicroBatch, position_ranks: int) -> int:
 
 
 def _row_arguments(
-    batch: MicroBatch, device: Device, salts: Tensor | None, multiple: int
+    batch: MicroBatch, device: Device, dropout_seeds: Tensor | None, multiple: int
 ) -> tuple[tuple[Any, ...], dict[str, Tensor]]:
-    """Return arguments with the samples as one row and their predictions as one row, and its salts."""
+    """Return arguments with the samples as one row and their predictions as one row, and its seeds."""
     fields = fields_of(batch)
     indices, row = row_of(batch["lengths"], batch["tokens"].shape[1], multiple)
     within = dict(batch)
@@ -88,11 +88,11 @@ def _row_arguments(
     }
     row = row.to(device, non_blocking=True)
     named = {}
-    if salts is not None:
+    if dropout_seeds is not None:
         named = {
-            "salts": salts.flatten(0, 1)[indices.to(salts.device, non_blocking=True)][
-                None
-            ]
+            "dropout_seeds": dropout_seeds.flatten(0, 1)[
+                indices.to(dropout_seeds.device, non_blocking=True)
+            ][None]
         }
     # if a model is compiled: one graph for rows of every length
     if "torch._dynamo" in sys.modules:

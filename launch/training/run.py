@@ -21,7 +21,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from data.corpus import Corpus
 from data.loader import MicroBatch, StepBatches, validation_batches
 from data.samples.fields import HeldOut
-from data.text.records import SkippedRecords
+from data.text.documents import SkippedRecords
 from ds_configs.plan import Plan
 from launch.checkpoints.engine_state import EngineState
 from launch.checkpoints.run_checkpoints import Checkpoint

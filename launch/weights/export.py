@@ -19,8 +19,8 @@ from transformers import PretrainedConfig
 from transformers import PreTrainedTokenizerFast as Tokenizer
 
 from data import durable_files
-from data.text.vocabulary import vocabulary_size
-from data.text.vocabulary_files import AS_IT_IS, save_tokenizer
+from data.text.vocabulary import save_tokenizer, vocabulary_size
+from data.text.vocabulary_files import AS_IT_IS
 from launch.checkpoints import inspection, tensor_file
 from launch.checkpoints.names import WEIGHT
 from launch.checkpoints.run_checkpoints import Checkpoint

@@ -143,6 +143,8 @@ def stages_by_time(
     pp: int,
 ) -> tuple[int, ...]:
     """Return the layers of each stage, balanced with the output layer's time from `head_in_layers`."""
+    if pp == 1:
+        return (model.layers,)
     head = head_in_layers(model, length, padded_vocab, predictions, recomputed)
     return tuple(balanced_stages(model.layers, pp, head))
 
@@ -157,10 +159,8 @@ def balanced_stages(layers: int, pp: int, head: float) -> list[int]:
     """Split the layers so that the slowest stage takes least time.
 
     `head`: time of the output layer, in layers. The stages before the last share the rest equally. Among
-    splits with the same time the most equal one is taken; every stage has a layer.
+    splits with the same time the most equal one is taken; every stage has a layer. `pp`: 2 or more.
     """
-    if pp == 1:
-        return [layers]
 
     def split(last: int) -> list[int]:
         return [*equal_stages(layers - last, pp - 1), last]

@@ -25,12 +25,13 @@ from data.durable_files import cache_directory, locked
 from data.loader import validation_batches
 from data.samples import blend, splits
 from data.samples.bert import BertFields
+from data.text.documents import Document
 from data.text.encoder import Encoder
 from data.text.held_out import part_of
-from data.text.records import Document
-from data.text.sources import PackagedSource
+from data.text.packaged import PackagedSource, speeches
+from data.text.ready_made_vocabulary import gpt2_tokenizer
 from data.text.trained_vocabulary import END_OF_DOCUMENT, train_bpe
-from data.text.vocabulary import gpt2_tokenizer, vocabulary_digest
+from data.text.vocabulary import vocabulary_digest
 from data.tokens import opened as opened_stores
 from data.tokens.store import Store, StoreWriter, open_store
 from recipes.problems import ProblemsError
@@ -285,7 +286,7 @@ def test_trained_vocabulary_is_deterministic_exact_and_covers_all_text():
 
 def test_packaged_corpus_is_chronological_and_held_out_in_every_century():
     documents = list(PackagedSource().documents())
-    years = [int(file.path.name[:4]) for file in PackagedSource()._files]
+    years = [int(path.name[:4]) for path in speeches()]
     assert len(documents) == len(years) >= 240 and years == sorted(years)
     held = {years[d.index] // 100 for d in documents if part_of(d.index, 20) == "validation"}
     assert held == {year // 100 for year in years if year >= 1800}

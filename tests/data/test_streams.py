@@ -26,11 +26,11 @@ from data.samples.gpt import GptFamily
 from data.samples.gpt_lane import GptLane
 from data.samples.lanes import REMEMBERED, LaneReader, StreamedSamples, lane_count
 from data.samples.masking import BertVocabulary
+from data.text.documents import Document
 from data.text.encoder import Encoder
 from data.text.held_out import part_of
 from data.text.hub import HubSource
-from data.text.records import Document
-from data.text.vocabulary import gpt2_tokenizer
+from data.text.ready_made_vocabulary import gpt2_tokenizer
 from recipes.files import FileError
 from recipes.layout import batch_schedule
 from recipes.schema import Masking, Recipe

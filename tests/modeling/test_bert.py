@@ -15,7 +15,7 @@ import torch.utils.checkpoint
 
 from launch.training import micro_batches
 from modeling.bert import FAMILY, BertShape, pretraining_loss
-from modeling.hidden_dropout import salts_of
+from modeling.hidden_dropout import dropout_seeds_of
 from modeling.initialization import Init
 from modeling.layer_list import Stack
 from recipes.families import BERT
@@ -156,14 +156,14 @@ def test_a_micro_batch_is_cut_after_its_longest_sample_and_needs_no_mask_if_that
 
 @BOTH
 def test_dropout_does_not_depend_on_where_padding_is_cut(post):
-    model, b, salts = (
+    model, b, dropout_seeds = (
         bert(post, hidden_dropout=0.2).train(),
         batch((13, 9, 12)),
-        salts_of(3, 0, torch.arange(B), S),
+        dropout_seeds_of(3, 0, torch.arange(B), S),
     )
-    whole = model(*(b[name] for name in BERT.fields.names), salts=salts)[0]
-    arguments, salted = micro_batches.for_plain(b, "cpu", salts)
-    assert arguments[0].shape == (B, 16) == salted["salts"].shape[:2]
-    torch.testing.assert_close(model(*arguments, **salted)[0], whole)
-    assert abs(model(*arguments, salts=salts[:, 8:])[0] - whole) > 1e-3, "masks do matter"
+    whole = model(*(b[name] for name in BERT.fields.names), dropout_seeds=dropout_seeds)[0]
+    arguments, named = micro_batches.for_plain(b, "cpu", dropout_seeds)
+    assert arguments[0].shape == (B, 16) == named["dropout_seeds"].shape[:2]
+    torch.testing.assert_close(model(*arguments, **named)[0], whole)
+    assert abs(model(*arguments, dropout_seeds=dropout_seeds[:, 8:])[0] - whole) > 1e-3, "masks do matter"
     assert abs(model.eval()(*arguments)[0] - whole) > 1e-3

@@ -28,7 +28,7 @@ from modeling.documents import (
     row_of_documents,
 )
 from modeling.gpt2 import FAMILY, GPT2Shape
-from modeling.hidden_dropout import salts_of
+from modeling.hidden_dropout import dropout_seeds_of
 from modeling.initialization import Init
 from modeling.layer_list import Pipeline, Stack
 from recipes.families import PLACES
@@ -158,11 +158,11 @@ def test_recomputation_changes_nothing(monkeypatch, dropout):
     recompute = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
     monkeypatch.setattr(deepspeed.checkpointing, "checkpoint", recompute)
     named = {"hidden_dropout": dropout, "attention_dropout": dropout}
-    salts = salts_of(3, 0, torch.arange(B), S) if dropout else None
+    dropout_seeds = dropout_seeds_of(3, 0, torch.arange(B), S) if dropout else None
     found = []
     for how in ({}, {"checkpoint_interval": 1}, {"recomputes_core": True}):
         torch.manual_seed(1)
-        found.append(losses_and_gradients(gpt2(**named, **how), *for_plain(batch(), "cpu", salts)))
+        found.append(losses_and_gradients(gpt2(**named, **how), *for_plain(batch(), "cpu", dropout_seeds)))
     for again in found[1:]:
         same(found[0], again)
 
@@ -170,7 +170,10 @@ def test_recomputation_changes_nothing(monkeypatch, dropout):
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_each_stage_of_a_pipeline_takes_the_rows_of_its_own_host(dropout):
     """In the order of the passes; stages exchange what they do without borders."""
-    model, salts = gpt2(hidden_dropout=dropout), salts_of(3, 0, torch.arange(B), S) if dropout else None
+    model, dropout_seeds = (
+        gpt2(hidden_dropout=dropout),
+        dropout_seeds_of(3, 0, torch.arange(B), S) if dropout else None,
+    )
     other = batch()
     other[PLACES] = other[PLACES].roll(1, 0)
     steps = [batch(), other]
@@ -182,11 +185,11 @@ def test_each_stage_of_a_pipeline_takes_the_rows_of_its_own_host(dropout):
         stage.rows = rows_of_documents(steps, "cpu")
         stages.append(stage)
     for given in steps:
-        inputs, targets = for_pipeline(given, salts, "cpu")
+        inputs, targets = for_pipeline(given, dropout_seeds, "cpu")
         sent = Pipeline.forward(stages[0], inputs)
         shapes = [x.shape for x in sent] if dropout else [sent.shape]
         assert shapes == [(B, S, 32), (B, S, 2)][: len(shapes)]
-        plain, named = for_plain(given, "cpu", salts)
+        plain, named = for_plain(given, "cpu", dropout_seeds)
         expected = model(*plain, **named)
         assert torch.equal(model.loss(Pipeline.forward(stages[1], sent), *targets, None), expected)
 
@@ -302,7 +305,7 @@ def test_torch_compile_makes_one_graph_for_all_borders(whole):
     torch._dynamo.reset()
     options = {} if whole else {"hidden_dropout": 0.1}
     model, given = gpt2(**options), batch()
-    salts = None if whole else salts_of(3, 0, torch.arange(B), S)
+    dropout_seeds = None if whole else dropout_seeds_of(3, 0, torch.arange(B), S)
     compiled = gpt2(**options)
     if whole:
         compiled.compile(backend="aot_eager", fullgraph=True)
@@ -314,7 +317,9 @@ def test_torch_compile_makes_one_graph_for_all_borders(whole):
             given["tokens"] = given["tokens"].roll(shift, 1)
             given["tokens"][0, 40 : 40 + shift] = 0
             given[PLACES] = torch.from_numpy(places_in_documents(given["tokens"].numpy(), 0))
-            same(*(losses_and_gradients(m, *for_plain(given, "cpu", salts)) for m in (model, compiled)))
+            same(
+                *(losses_and_gradients(m, *for_plain(given, "cpu", dropout_seeds)) for m in (model, compiled))
+            )
     torch._dynamo.reset()
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from data.keyed_random import mix
 from modeling.gpt2 import FAMILY, GPT2Shape
-from modeling.hidden_dropout import HiddenDropout, mixed, salts_of
+from modeling.hidden_dropout import HiddenDropout, dropout_seeds_of, mixed
 from modeling.initialization import Init
 
 B, S, H, P = 16, 128, 256, 0.1
@@ -25,8 +25,8 @@ def dropped(
     name: str = "one", step: int = 3, seed: int = 5, samples: Tensor = SAMPLES, probability: float = P
 ) -> Tensor:
     """(B, S, H): 1 where an element is dropped, else 0."""
-    salts = salts_of(seed, step, samples, S)
-    return (site(name, probability)(torch.ones(len(samples), S, H), salts) == 0).double()
+    dropout_seeds = dropout_seeds_of(seed, step, samples, S)
+    return (site(name, probability)(torch.ones(len(samples), S, H), dropout_seeds) == 0).double()
 
 
 # What a mask is a function of
@@ -35,14 +35,14 @@ def dropped(
 def test_a_mask_knows_neither_the_micro_batch_nor_the_padding():
     whole = dropped()
     assert torch.equal(torch.cat([dropped(samples=SAMPLES[at : at + 4]) for at in range(0, B, 4)]), whole)
-    cut = site()(torch.ones(B, 24, H), salts_of(5, 3, SAMPLES, S)[:, :24])
+    cut = site()(torch.ones(B, 24, H), dropout_seeds_of(5, 3, SAMPLES, S)[:, :24])
     assert torch.equal(cut == 0, whole[:, :24] == 1)
-    assert torch.equal(salts_of(5, 3, SAMPLES, 24), salts_of(5, 3, SAMPLES, S)[:, :24])
-    by_micro_batch = salts_of(5, 3, SAMPLES.view(4, 4), S)
-    assert torch.equal(by_micro_batch.view(B, S, 2), salts_of(5, 3, SAMPLES, S))
+    assert torch.equal(dropout_seeds_of(5, 3, SAMPLES, 24), dropout_seeds_of(5, 3, SAMPLES, S)[:, :24])
+    by_micro_batch = dropout_seeds_of(5, 3, SAMPLES.view(4, 4), S)
+    assert torch.equal(by_micro_batch.view(B, S, 2), dropout_seeds_of(5, 3, SAMPLES, S))
 
 
-def test_salts_come_of_splitmix64():
+def test_dropout_seeds_come_of_splitmix64():
     """As numpy's unsigned arithmetic has it."""
     counters, start = np.arange(1000, dtype=np.uint64) << np.uint64(20), 0xFEDCBA9876543210
     expected = mix(np.uint64(start) + counters * np.uint64(0x9E3779B97F4A7C15))
@@ -50,27 +50,30 @@ def test_salts_come_of_splitmix64():
     assert (found.numpy().view(np.uint64) == expected).all()
 
 
-def test_an_element_is_dropped_by_both_salts_of_its_position_and_the_factor_of_its_feature():
+def test_an_element_is_dropped_by_both_seeds_of_its_position_and_the_factor_of_its_feature():
     """Where a c + b, from the least signed word on, is below the share; by numpy's unsigned arithmetic."""
-    salts, columns = salts_of(5, 3, SAMPLES, S).numpy(), site().columns.numpy().astype(np.uint32)
-    a, b = (salts[..., i : i + 1].astype(np.uint32) for i in range(2))
+    dropout_seeds, columns = (
+        dropout_seeds_of(5, 3, SAMPLES, S).numpy(),
+        site().columns.numpy().astype(np.uint32),
+    )
+    a, b = (dropout_seeds[..., i : i + 1].astype(np.uint32) for i in range(2))
     expected = a * columns + b + np.uint32(2**31) < round(P * 2**32)
     assert (dropped().numpy() == expected).all()
 
 
 def test_what_is_kept_is_scaled_and_gradients_pass_there_alone():
     x = torch.randn(B, S, H, requires_grad=True)
-    out = site()(x, salts_of(5, 3, SAMPLES, S))
+    out = site()(x, dropout_seeds_of(5, 3, SAMPLES, S))
     out.backward(torch.ones_like(out))
     kept = 1 - dropped().float()
     torch.testing.assert_close(out, x * kept / 0.9)
     torch.testing.assert_close(x.grad, kept / 0.9)
 
 
-def test_nothing_is_dropped_in_evaluation_and_training_wants_salts():
+def test_nothing_is_dropped_in_evaluation_and_training_wants_seeds():
     x = torch.randn(2, S, H)
     assert site().eval()(x, None) is x and site(probability=0.0)(x, None) is x
-    with pytest.raises(AssertionError, match="needs the salts"):
+    with pytest.raises(AssertionError, match="needs the seeds"):
         site()(x, None)
     assert not site().state_dict(), "nothing to save: columns are a function of the name"
 
@@ -83,7 +86,10 @@ def test_layers_share_one_graph_without_breaks_whatever_the_step():
     tokens = torch.arange(16).view(2, 8) % 10
 
     def logits() -> list[Tensor]:
-        return [model(tokens, salts=salts_of(0, step, torch.arange(2), 8)).detach() for step in (0, 1)]
+        return [
+            model(tokens, dropout_seeds=dropout_seeds_of(0, step, torch.arange(2), 8)).detach()
+            for step in (0, 1)
+        ]
 
     eager = logits()
     for layer in model.layers:

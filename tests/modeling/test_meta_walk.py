@@ -26,7 +26,7 @@ from launch.training.micro_batches import for_pipeline, for_plain, padded_argume
 from modeling import bert, gpt2, unpadding
 from modeling.bert import BertShape
 from modeling.gpt2 import GPT2Shape
-from modeling.hidden_dropout import HiddenDropout, salts_of
+from modeling.hidden_dropout import HiddenDropout, dropout_seeds_of
 from modeling.initialization import Init
 from modeling.layer_list import Family, Stack
 from modeling.parallel.layers import seed_step
@@ -72,10 +72,14 @@ class Case:
         if self.full:
             batch["lengths"] = torch.full((B,), self.length)
         samples = torch.arange(B, device="meta")
-        salts = salts_of(1, 0, samples, self.length) if self.options.get("hidden_dropout") else None
+        dropout_seeds = (
+            dropout_seeds_of(1, 0, samples, self.length) if self.options.get("hidden_dropout") else None
+        )
         if self.form == "plain":
-            return for_plain(batch, "meta", salts, self.tp if self.options.get("sequence_parallel") else 1)
-        named = {} if salts is None else {"salts": salts}
+            return for_plain(
+                batch, "meta", dropout_seeds, self.tp if self.options.get("sequence_parallel") else 1
+            )
+        named = {} if dropout_seeds is None else {"dropout_seeds": dropout_seeds}
         if self.form == "padded":
             return padded_arguments(batch, "meta"), named
         inputs, targets = for_pipeline(batch, None, "meta")
@@ -158,7 +162,7 @@ def test_the_walk_finds_buffers_left_on_the_host(name):
 def test_the_walk_finds_a_number_read_on_the_host(monkeypatch):
     drop = HiddenDropout.forward
     monkeypatch.setattr(
-        HiddenDropout, "forward", lambda self, x, salts: drop(self, x, salts) * x.sum().item()
+        HiddenDropout, "forward", lambda self, x, dropout_seeds: drop(self, x, dropout_seeds) * x.sum().item()
     )
     with pytest.raises(RuntimeError, match="item"):
         walk(CASES["GPT-2, dropout"], zero_stage=1)

@@ -22,7 +22,7 @@ from modeling.gpt2 import FAMILY, GPT2Shape
 from modeling.initialization import Init, Shard, canonical_name
 from modeling.layer_list import Stack, first, recomputed_chunks
 from modeling.transformer import tanh_gelu
-from recipes.layout import Coordinates, coordinates, data_groups, pipeline_groups, tensor_groups
+from recipes.layout import Coordinates, coordinates, data_groups, model_groups, pipeline_groups, tensor_groups
 from recipes.schema import Model
 
 SHAPE = GPT2Shape(layers=2, hidden=32, heads=4, vocab=300, padded_vocab=384, positions=16)
@@ -117,6 +117,7 @@ def test_grid_of_eight_is_the_picture():
     assert tensor_groups(2, 2, 2) == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert data_groups(2, 2, 2) == [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert pipeline_groups(2, 2, 2) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert model_groups(2, 2, 2) == [[0, 1, 4, 5], [2, 3, 6, 7]]
     assert coordinates(5, tp=2, dp=2) == Coordinates(tp=1, dp=0, pp=1)
     assert coordinates(6, tp=2, dp=2) == Coordinates(tp=0, dp=1, pp=1)
 

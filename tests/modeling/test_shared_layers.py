@@ -16,7 +16,7 @@ from modeling.bert import BertShape
 from modeling.cost import parameters
 from modeling.families import conversion_of
 from modeling.gpt2 import GPT2Shape
-from modeling.hidden_dropout import salts_of
+from modeling.hidden_dropout import dropout_seeds_of
 from modeling.initialization import Init
 from modeling.layer_list import Stack
 from recipes import catalog
@@ -68,17 +68,20 @@ def test_each_use_drops_elements_of_its_own(monkeypatch):
     """The first those of a layer that is not shared."""
     used, drop = [], transformer.HiddenDropout.forward
 
-    def dropped(self, x: Tensor, salts: Tensor) -> Tensor:
-        used.append(salts)
-        return drop(self, x, salts)
+    def dropped(self, x: Tensor, dropout_seeds: Tensor) -> Tensor:
+        used.append(dropout_seeds)
+        return drop(self, x, dropout_seeds)
 
     monkeypatch.setattr(transformer.HiddenDropout, "forward", dropped)
-    (shared, own), salts = both("gpt2", hidden_dropout=0.1), salts_of(1, 0, torch.arange(2), 16)
+    (shared, own), dropout_seeds = (
+        both("gpt2", hidden_dropout=0.1),
+        dropout_seeds_of(1, 0, torch.arange(2), 16),
+    )
     tokens = torch.arange(32).view(2, 16)
     for model in (shared, own):
-        model.train()(tokens, salts=salts)
+        model.train()(tokens, dropout_seeds=dropout_seeds)
     of_shared, of_own = used[: 1 + 2 * LAYERS], used[1 + 2 * LAYERS :]
-    assert all(torch.equal(each, salts) for each in (*of_own, *of_shared[:3]))
+    assert all(torch.equal(each, dropout_seeds) for each in (*of_own, *of_shared[:3]))
     different = {each.sum().item() for each in of_shared[1::2]}
     assert len(different) == LAYERS and all(map(torch.equal, of_shared[1::2], of_shared[2::2]))
 

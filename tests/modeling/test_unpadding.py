@@ -18,7 +18,7 @@ from launch.training.micro_batches import for_plain
 from launch.training.padded_batches import PREDICTIONS_MULTIPLE
 from modeling import unpadding
 from modeling.bert import FAMILY, BertShape
-from modeling.hidden_dropout import salts_of
+from modeling.hidden_dropout import dropout_seeds_of
 from modeling.initialization import Init
 from modeling.layer_list import Stack
 from modeling.unpadding import ROW_MULTIPLE, PackedRow, attention_of_samples, row_of, unpadded_attention
@@ -75,13 +75,16 @@ def compare(one, other):
 )
 def test_losses_and_gradients_are_those_of_padded_samples(post, options):
     model, b = bert(post, **options).train(), batch()
-    salts = salts_of(3, 0, torch.arange(B), S) if options.get("hidden_dropout") else None
-    padded = [b[name] for name in BERT.fields.names], ({} if salts is None else {"salts": salts})
-    unpadded = for_plain(b, "cpu", salts)
+    dropout_seeds = dropout_seeds_of(3, 0, torch.arange(B), S) if options.get("hidden_dropout") else None
+    padded = (
+        [b[name] for name in BERT.fields.names],
+        ({} if dropout_seeds is None else {"dropout_seeds": dropout_seeds}),
+    )
+    unpadded = for_plain(b, "cpu", dropout_seeds)
     assert isinstance(unpadded[0][2], PackedRow)
     compare(losses_and_gradients(model, *padded), losses_and_gradients(model, *unpadded))
-    if salts is not None:  # another token's salts are others
-        shifted = {"salts": unpadded[1]["salts"].roll(1, 1)}
+    if dropout_seeds is not None:  # another token's seeds are others
+        shifted = {"dropout_seeds": unpadded[1]["dropout_seeds"].roll(1, 1)}
         assert abs(model(*unpadded[0], **shifted)[0] - model(*padded[0], **padded[1])[0]) > 1e-3
 
 
@@ -89,10 +92,11 @@ def test_losses_and_gradients_are_those_of_padded_samples(post, options):
 def test_recomputation_changes_no_gradient(post, monkeypatch):
     recompute = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
     monkeypatch.setattr(deepspeed.checkpointing, "checkpoint", recompute)
-    salts = salts_of(3, 0, torch.arange(B), S)
+    dropout_seeds = dropout_seeds_of(3, 0, torch.arange(B), S)
     made = [
         losses_and_gradients(
-            bert(post, hidden_dropout=0.2, checkpoint_interval=i).train(), *for_plain(batch(), "cpu", salts)
+            bert(post, hidden_dropout=0.2, checkpoint_interval=i).train(),
+            *for_plain(batch(), "cpu", dropout_seeds),
         )
         for i in (0, 1)
     ]
@@ -112,11 +116,11 @@ def test_nothing_is_computed_for_padding():
 
 def test_samples_without_padding_stay_as_they_are():
     """Except on a CPU, which is faster by rows."""
-    full, salts = batch((S,) * B), salts_of(3, 0, torch.arange(B), S)
-    arguments, named = for_plain(full, "meta", salts)
-    assert arguments[0].shape == arguments[1].shape == named["salts"].shape[:2] == (B, S)
+    full, dropout_seeds = batch((S,) * B), dropout_seeds_of(3, 0, torch.arange(B), S)
+    arguments, named = for_plain(full, "meta", dropout_seeds)
+    assert arguments[0].shape == arguments[1].shape == named["dropout_seeds"].shape[:2] == (B, S)
     assert arguments[2] is None and arguments[3].shape == (B, P)
-    arguments, named = for_plain(full, "cpu", salts)
+    arguments, named = for_plain(full, "cpu", dropout_seeds)
     assert torch.equal(arguments[0], full["tokens"].view(1, -1)) and arguments[2].offsets[-2] == B * S
 
 
@@ -177,7 +181,7 @@ def test_torch_compile_makes_one_graph_for_rows_of_all_lengths_and_all_numbers_o
 
     torch._dynamo.reset()
     model = bert(hidden_dropout=0.1).train()
-    salts = salts_of(3, 0, torch.arange(B), S)
+    dropout_seeds = dropout_seeds_of(3, 0, torch.arange(B), S)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for lengths, predictions in (
@@ -188,7 +192,7 @@ def test_torch_compile_makes_one_graph_for_rows_of_all_lengths_and_all_numbers_o
             micro_batch = batch(lengths)
             counted = {16: torch.eye(B, P), 32: micro_batch["weights"], 48: torch.ones(B, P)}
             micro_batch["weights"] = counted[predictions]
-            arguments, named = for_plain(micro_batch, "cpu", salts)
+            arguments, named = for_plain(micro_batch, "cpu", dropout_seeds)
             assert isinstance(arguments[2], PackedRow) and arguments[4].shape == (1, predictions)
             eager, ours = (losses_and_gradients(m, arguments, named) for m in (model, compiled))
             compare(eager, ours)

@@ -717,3 +717,13 @@ def test_a_question_about_two_recipes_is_about_its_keys(name):
     counted, left = (keys.split() for keys in ASKED[name])
     asked = getattr(key_paths, name)
     assert [key for key in (*counted, *left) if key in asked] == counted
+
+
+def test_files_of_a_task_are_checked_where_there_is_a_task():
+    from recipes import consistency
+    from recipes.schema import Task
+
+    task = Task(name="rte", train="a.tsv", dev_mismatched="b.tsv")
+    recipe = catalog.load("bert/sotu").model_copy(update={"task": task})
+    found = [problem.key for problem in consistency.problems(recipe)]
+    assert found == ["model.task_head", "task.dev_mismatched", "task.dev"]

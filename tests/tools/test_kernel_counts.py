@@ -84,12 +84,12 @@ def test_fused_functions_compute_what_the_others_do(monkeypatch):
     """By torch.compile's tracing, which a GPU's kernels follow: dropout to the bit, the loss to rounding."""
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(2, 7, K, generator=draw).bfloat16().requires_grad_()
-    salts = torch.randint(-(2**40), 2**40, (2, 7, 2), generator=draw)
+    dropout_seeds = torch.randint(-(2**40), 2**40, (2, 7, 2), generator=draw)
     columns = torch.randint(-(2**31), 2**31, (K,), generator=draw).int()
     targets = torch.randint(K, (2, 7), generator=draw)
 
     def both(drop: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
-        out = drop(x, salts, columns, 0.3)
+        out = drop(x, dropout_seeds, columns, 0.3)
         losses = cross_entropy.token_losses(3 * x, targets, None)
         gradients = [torch.autograd.grad(y.float().square().sum(), x)[0] for y in (out, losses)]
         return [out.detach(), gradients[0], losses.detach(), gradients[1]]

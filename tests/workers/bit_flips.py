@@ -31,7 +31,7 @@ from launch.records.facts import RunFacts  # noqa: E402
 from launch.training.early_ends import Corrupted, Diverged  # noqa: E402
 from launch.training.engine import build_engine, release_at_end, train_step  # noqa: E402
 from launch.training.job import Job  # noqa: E402
-from launch.training.micro_batches import salts_of_step, training_batches  # noqa: E402
+from launch.training.micro_batches import dropout_seeds_of_step, training_batches  # noqa: E402
 from launch.training.number_watch import NumberWatch  # noqa: E402
 from modeling.initialization import canonical_name  # noqa: E402
 from modeling.parallel.process_grid import ProcessGrid  # noqa: E402
@@ -96,9 +96,9 @@ class Trials:
     def make_step(self) -> None:
         self.step += 1
         batches = next(self.batches)
-        salts = salts_of_step(self.plan, self.grid.at.dp, self.step, self.engine.device)
+        dropout_seeds = dropout_seeds_of_step(self.plan, self.grid.at.dp, self.step, self.engine.device)
         self.reach("before the forward pass")
-        read = train_step(self.engine, batches, self.grid, salts)
+        read = train_step(self.engine, batches, self.grid, dropout_seeds)
         self.reach("after the update")
         try:
             read()

@@ -156,25 +156,25 @@ def dropout_by_local_sample() -> AbstractContextManager:
 
 def dropout_by_local_micro_batch() -> AbstractContextManager:
     """Masks of the first micro-batch in every one."""
-    right = loop.salts_of_step
+    right = loop.dropout_seeds_of_step
 
     def first_only(*of):
-        salts = right(*of)
-        return salts[:1] * len(salts)
+        dropout_seeds = right(*of)
+        return dropout_seeds[:1] * len(dropout_seeds)
 
-    return mock.patch.object(loop, "salts_of_step", first_only)
+    return mock.patch.object(loop, "dropout_seeds_of_step", first_only)
 
 
 def dropout_of_the_last_forward_pass() -> AbstractContextManager:
-    """Recomputation takes the salts that a forward pass used last, as from a buffer of the model."""
+    """Recomputation takes the seeds that a forward pass used last, as from a buffer of the model."""
     drop, last = HiddenDropout.forward, {}
 
-    def forward(self, x, salts):
+    def forward(self, x, dropout_seeds):
         if torch.is_grad_enabled() and id(self) in last:
-            salts = last[id(self)]
+            dropout_seeds = last[id(self)]
         else:
-            last[id(self)] = salts
-        return drop(self, x, salts)
+            last[id(self)] = dropout_seeds
+        return drop(self, x, dropout_seeds)
 
     return mock.patch.object(HiddenDropout, "forward", forward)
 
@@ -271,11 +271,11 @@ DROPOUT_BREAKAGES = [
         dropout_by_local_micro_batch,
     ),
     Breakage(
-        LayoutCase("salts in a buffer", 1, 2, 1, "pipeline", accumulation=4, checkpointing="full"),
+        LayoutCase("seeds in a buffer", 1, 2, 1, "pipeline", accumulation=4, checkpointing="full"),
         dropout_of_the_last_forward_pass,
     ),
     Breakage(
-        LayoutCase("salts of the first positions", 2, 1, 1, "zero1", sequence=True),
+        LayoutCase("seeds of the first positions", 2, 1, 1, "zero1", sequence=True),
         dropout_of_the_first_positions,
     ),
 ]

@@ -10,7 +10,7 @@ from comparing import Group, equal_on_all_ranks, gathered
 
 from modeling import transformer
 from modeling.gpt2 import FAMILY, GPT2Shape
-from modeling.hidden_dropout import salts_of
+from modeling.hidden_dropout import dropout_seeds_of
 from modeling.initialization import Init
 from modeling.layer_list import Stack
 from modeling.parallel.layers import seed_step, tensor_parallel_random
@@ -81,8 +81,8 @@ def batch(shape: GPT2Shape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return tokens % shape.vocab, tokens * 3 % shape.vocab, torch.full(tokens.shape, 1 / tokens.numel())
 
 
-def salts(shape: GPT2Shape) -> torch.Tensor:
-    return salts_of(SEED, 3, torch.arange(2), shape.positions)
+def dropout_seeds(shape: GPT2Shape) -> torch.Tensor:
+    return dropout_seeds_of(SEED, 3, torch.arange(2), shape.positions)
 
 
 def loss_and_gradients(
@@ -98,7 +98,7 @@ def loss_and_gradients(
     for layer in used.layers:
         layer.register_forward_hook(count)
     seed_step(SEED, 3, grid.at)
-    loss = used(*batch(shape), salts=salts(shape))
+    loss = used(*batch(shape), dropout_seeds=dropout_seeds(shape))
     loss.backward()
     return loss.detach(), [p.grad for p in used.parameters()], passes
 
@@ -119,7 +119,7 @@ def model_draws_inside_and_outside(grid: ProcessGrid) -> None:
     used.final_norm.register_forward_hook(lambda module, args, output: streams.append(output.detach()))
     seed_step(SEED, 3, grid.at)
     with mock.patch.object(transformer.F, "scaled_dot_product_attention", recorded), torch.no_grad():
-        used(batch(SHAPE)[0], salts=salts(SHAPE))
+        used(batch(SHAPE)[0], dropout_seeds=dropout_seeds(SHAPE))
     by_layer = [gathered(d, grid.tensor_group) for d in drawn]
     equal = equal_on_all_ranks(streams[0], grid.tensor_group)
     assert len(by_layer) == SHAPE.layers
@@ -200,7 +200,7 @@ def saved_bytes(grid: ProcessGrid, interval: int, recomputes_core: bool = False)
 
     seed_step(SEED, 3, grid.at)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = used(*batch(SHAPE), salts=salts(SHAPE))
+        loss = used(*batch(SHAPE), dropout_seeds=dropout_seeds(SHAPE))
     held = sum(size for pointer, size in storages.items() if pointer not in parameters)
     loss.backward()
     return held

@@ -47,7 +47,7 @@ from launch.checkpoints.shares import Part, contents  # noqa: E402
 from launch.records.facts import RunFacts  # noqa: E402
 from launch.training.engine import build_engine, release_at_end, train_step  # noqa: E402
 from launch.training.job import Job  # noqa: E402
-from launch.training.micro_batches import salts_of_step  # noqa: E402
+from launch.training.micro_batches import dropout_seeds_of_step  # noqa: E402
 from modeling.families import family_of, meta_parameters  # noqa: E402
 from modeling.parallel.layers import seed_step  # noqa: E402
 from modeling.parallel.process_grid import ProcessGrid  # noqa: E402
@@ -122,9 +122,9 @@ def engine_of(plan: Plan, rank: int, out: Path) -> dict[str, Any]:
             if grid.pp == 1:
                 fields = family_of(recipe.model).fields
                 sizes = 1, recipe.sequence_length, recipe.predictions or 1, recipe.model.vocab_size
-                salts = salts_of_step(plan, grid.at.dp, 0, engine.device)
+                dropout_seeds = dropout_seeds_of_step(plan, grid.at.dp, 0, engine.device)
                 seed_step(recipe.seed, 0, grid.at)
-                train_step(engine, [random_batch(fields, *sizes)], grid, salts)
+                train_step(engine, [random_batch(fields, *sizes)], grid, dropout_seeds)
             entries, tensors = contents(EngineState(engine, grid), ("weight",), rank)
             elements = sum(entry.shape[0] for entry in entries)
             files_open = open_files()

@@ -24,7 +24,7 @@ from torch.utils.flop_counter import flop_registry
 from launch.training.micro_batches import for_plain
 from modeling import fusing
 from modeling.families import family_of, model_shape
-from modeling.hidden_dropout import salts_of
+from modeling.hidden_dropout import dropout_seeds_of
 from modeling.initialization import DTYPES, Init
 from recipes.layout import padded_vocab
 from recipes.schema import Recipe
@@ -138,8 +138,12 @@ def passes(recipe: Recipe) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     init = Init(recipe.seed, recipe.init_std, model.layers, dtype=dtype, meta=True)
     ours = family.plain(shape, group=None, init=init).train()
     numbers = torch.arange(samples, device=META)
-    salts = salts_of(recipe.seed, 0, numbers, length) if recipe.dropout.hidden else None
-    given, named = for_plain(batch, META, salts)
+    dropout_seeds = (
+        dropout_seeds_of(recipe.seed, 0, numbers, length)
+        if recipe.dropout.hidden
+        else None
+    )
+    given, named = for_plain(batch, META, dropout_seeds)
     yield "ours", lambda: loss_of(ours(*given, **named))
     if model.family == "gpt2":
         plain = NanoGpt(recipe).to(META, dtype)

@@ -29,10 +29,10 @@ from launch.training.engine import (
 )
 from launch.training.job import Job, plan_job
 from launch.training.micro_batches import (
+    dropout_seeds_of_step,
     for_plain,
     normalise,
     padded_arguments,
-    salts_of_step,
     training_batches,
 )
 from launch.training.run import next_batch
@@ -112,9 +112,9 @@ class MeasuredSystem:
         works = [work_of(self.recipe, batch) for batch in batches]
         return batches, Work(*map(sum, zip(*works, strict=True)))
 
-    def salts(self) -> Sequence[torch.Tensor | None]:
-        """Return the salts of dropout of each micro-batch that was taken last."""
-        return salts_of_step(self.plan, 0, self.done - 1, self.device)
+    def dropout_seeds(self) -> Sequence[torch.Tensor | None]:
+        """Return the seeds of dropout of each micro-batch that was taken last."""
+        return dropout_seeds_of_step(self.plan, 0, self.done - 1, self.device)
 
     def step(self) -> Work:
         raise NotImplementedError
@@ -165,7 +165,7 @@ class Ours(MeasuredSystem):
 
     def step(self) -> Work:
         batches, work = self.take()
-        read_outcome = train_step(self.engine, batches, self.grid, self.salts())
+        read_outcome = train_step(self.engine, batches, self.grid, self.dropout_seeds())
         telling = StepExchange(StepReport(), self.grid.control_group)
         self.loss = read_outcome().loss
         telling.wait()
@@ -300,12 +300,12 @@ class Bare(PlainLoop):
     def take(self) -> tuple[Sequence[Any], Work]:
         batches, work = super().take()
         batches = normalise(batches, self.grid, self.device)
-        return [*zip(batches, self.salts(), strict=True)], work
+        return [*zip(batches, self.dropout_seeds(), strict=True)], work
 
     def forward(self, given: Any) -> torch.Tensor:
-        batch, salts = given
-        arguments, salted = for_plain(batch, self.device, salts)
-        return loss_of(self.called(*arguments, **salted))
+        batch, dropout_seeds = given
+        arguments, named = for_plain(batch, self.device, dropout_seeds)
+        return loss_of(self.called(*arguments, **named))
 
     @torch.no_grad()
     def optimize(self) -> None:

@@ -74,7 +74,7 @@ class Workload:
     @property
     def positions(self) -> int:
         """Rows of the table of positions."""
-        return self.model.positions_at(self.sequence_length)
+        return self.model.positions or self.sequence_length
 
     @property
     def tokens(self) -> int:

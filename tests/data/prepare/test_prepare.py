@@ -30,9 +30,9 @@ from texted import jsonl
 
 from data.prepare import chunk_file, pipeline
 from data.prepare.settings import PreparationFailed, Settings
-from data.text.sources import packaged_files
+from data.text.packaged import speeches
 from data.text.trained_vocabulary import train_wordpiece, wordpiece_tokenizer
-from data.text.vocabulary import read_tokenizer
+from data.text.vocabulary_files import read_tokenizer
 from data.tokens.store import open_store
 from recipes.problems import ProblemsError
 from recipes.schema import Origin, Tokenizer
@@ -57,7 +57,7 @@ class Quiet:
 @pytest.fixture(scope="module")
 def texts() -> list[str]:
     """English documents of 1 to 3 KB, all different."""
-    files = (file.path.read_text(encoding="utf-8") for file in packaged_files()[::40])
+    files = (path.read_text(encoding="utf-8") for path in speeches()[::40])
     paragraphs = [p for text in files for p in text.split("\n\n") if len(p) > 300]
     return ["\n\n".join(paragraphs[k : k + 3]) for k in range(0, 240, 3)]
 

@@ -15,7 +15,8 @@ from data.text import listing
 from data.text.given_text import text_settings
 from data.text.held_out import cut_end, describe_text
 from data.text.listing import splits_of
-from data.text.sources import files_of, open_source
+from data.text.local_files import files_of
+from data.text.sources import open_source
 from launch import prepare_data, pretrain
 from recipes import catalog
 from recipes.problems import ProblemsError

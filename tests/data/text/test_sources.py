@@ -34,12 +34,15 @@ from data.prepare.inputs import Cursor, Inputs
 from data.prepare.pipeline import check_broken
 from data.prepare.settings import PreparationFailed, Settings, in_flags
 from data.text import encoder, hub, listing, records
+from data.text.documents import SkippedRecords
 from data.text.hub import HubSource, is_temporary
-from data.text.records import EXCERPT_BYTES, BrokenRecord, RawRecord, SkippedRecords, read_strictly
-from data.text.sources import FileSource, PackagedSource, files_of, format_of, open_source
+from data.text.local_files import FileSource, files_of, format_of
+from data.text.packaged import PackagedSource, speeches
+from data.text.records import EXCERPT_BYTES, BrokenRecord, RawRecord, read_strictly
+from data.text.sources import open_source
 from data.text.text_files import JsonlFormat, ParquetFormat, TextFormat
 from data.text.trained_vocabulary import train_bpe, train_wordpiece
-from data.text.vocabulary import read_tokenizer
+from data.text.vocabulary_files import read_tokenizer
 from launch import prepare_data
 from recipes.problems import Key, Problem, ProblemsError, Setting
 from recipes.schema import Data, Origin, Tokenizer
@@ -554,7 +557,9 @@ def test_the_packaged_corpus_is_one_shard():
     documents = list(source.documents())
     assert (source.shards, len(documents)) == (1, 249)
     assert list(source.shard_documents(0, 240)) == documents[240:] == list(source.documents(240))
-    assert files_of(Origin()) == source._files
+    assert [file.path for file in files_of(Origin())] == speeches()
+    read = read_strictly(files_of(Origin()), format_of(Origin()), 0)
+    assert list(read) == documents, "as prepare_data reads them"
 
 
 @pytest.mark.parametrize("source", ["packaged", "jsonl", "parquet", "text"])

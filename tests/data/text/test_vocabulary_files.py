@@ -12,11 +12,12 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from data.text.encoder import Encoder, end_of_document
-from data.text.records import Document
+from data.text.documents import Document, end_of_document
+from data.text.encoder import Encoder
+from data.text.ready_made_vocabulary import store_tokenizer
 from data.text.trained_vocabulary import BERT_SPECIAL_TOKENS, train_bpe, wordpiece_backend
-from data.text.vocabulary import store_tokenizer, unused_numbers, vocabulary_digest, vocabulary_size
-from data.text.vocabulary_files import read_tokenizer, save_tokenizer
+from data.text.vocabulary import save_tokenizer, unused_numbers, vocabulary_digest, vocabulary_size
+from data.text.vocabulary_files import read_tokenizer
 from launch.records import vocabulary
 from recipes.problems import ProblemsError
 

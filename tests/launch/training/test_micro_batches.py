@@ -52,17 +52,17 @@ def test_weights_are_scaled_by_the_steps_predictions_where_samples_differ_in_the
     assert sums == pytest.approx([0, 2]), "their mean over micro-batches is 1"
 
 
-def test_salts_of_a_sample_are_those_of_its_number_on_whatever_rank():
+def test_dropout_seeds_of_a_sample_are_those_of_its_number_on_whatever_rank():
     """Of all ranks and micro-batches together: each sample's of the global batch once, as in one process."""
 
-    def salts(dp: int, accumulation: int, step: int = 3) -> torch.Tensor:
+    def dropout_seeds(dp: int, accumulation: int, step: int = 3) -> torch.Tensor:
         settings = f"parallel.dp={dp}", f"batch.accumulation={accumulation}", "dropout.hidden=0.1"
         plan = resolve(catalog.load(overrides=settings, tiny=True), "zero1", dp, MACHINE)
-        of_ranks = [micro_batches.salts_of_step(plan, rank, step, "cpu") for rank in range(dp)]
+        of_ranks = [micro_batches.dropout_seeds_of_step(plan, rank, step, "cpu") for rank in range(dp)]
         rows = torch.cat([torch.from_numpy(rank_rows(plan.layout, rank)).flatten() for rank in range(dp)])
         return torch.cat([torch.cat(each) for each in of_ranks])[rows.argsort()]
 
-    whole = salts(1, 1)
+    whole = dropout_seeds(1, 1)
     assert len({tuple(sample.flatten().tolist()) for sample in whole}) == len(whole)
-    assert all(torch.equal(salts(*shares), whole) for shares in ((1, 2), (2, 1), (2, 2), (4, 1)))
-    assert not torch.equal(salts(1, 1, step=4), whole)
+    assert all(torch.equal(dropout_seeds(*shares), whole) for shares in ((1, 2), (2, 1), (2, 2), (4, 1)))
+    assert not torch.equal(dropout_seeds(1, 1, step=4), whole)

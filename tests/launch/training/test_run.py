@@ -254,7 +254,7 @@ def test_ranks_tell_of_a_step_while_it_is_computed_and_hear_once_its_figures_are
         "TrainingRun": lambda *of: nothing(run),
         "seed_step": lambda *of: None,
         "next_batch": lambda batches: [],
-        "salts_of_step": lambda *of: [],
+        "dropout_seeds_of_step": lambda *of: [],
         "train_step": noted("train", noted("outcome")),
     }
     for name, value in made.items():
