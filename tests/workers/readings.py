@@ -19,8 +19,10 @@ from data.corpus import build
 from launch.checkpoints import reading, run_checkpoints
 from launch.experiments.parity.groups import temporary_groups
 from launch.ranks import ending, processes
+from launch.training import callbacks
 from launch.training.job import Job
 from launch.training.run import Start
+from launch.training.validations import Validations
 from modeling.parallel.process_grid import ProcessGrid
 from recipes.files import FileError
 from recipes.problems import ProblemsError
@@ -34,7 +36,7 @@ def refusal_of(run, checkpoint):
     try:
         reading.load(run.state, checkpoint)
         any_layout.go_to(run, checkpoint)
-        run._prove(checkpoint, weights=False)
+        callbacks.prove(run, Validations(run), checkpoint, weights=False)
     except FileError as error:
         return str(error)
     return None
