@@ -230,7 +230,7 @@ def test_a_figure_far_above_is_said_once_and_warm_up_never():
 
 
 def test_a_last_loss_far_above_the_first_is_no_end():
-    run = SimpleNamespace(recorder=None, recipe=SimpleNamespace(steps=20), done=20)
+    run = SimpleNamespace(recorder=SimpleNamespace(say=print), recipe=SimpleNamespace(steps=20), done=20)
     bounds = FigureBounds(run)
     for step in range(20):
         bounds.after_step(outcome(step, 9.0))
