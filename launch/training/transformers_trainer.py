@@ -163,6 +163,7 @@ class RecordedTrainer(Trainer, TrainerCallback):
         self.remove_callback(PrinterCallback)
         self.add_callback(self)
         self.of_run = (begin, batches, forward)
+        self.batches: Any = batches
         self.start = start
         self.recipe = start.job.plan.recipe
         self.around = surroundings
@@ -248,7 +249,7 @@ class RecipeTrainer(RecordedTrainer):
 
     def get_train_dataloader(self) -> Any:
         """Return an iterator over micro-batches."""
-        return each_micro_batch(self.run.batches)
+        return each_micro_batch(self.batches)
 
     def compute_loss(
         self, model: DeepSpeedEngine, inputs: MicroBatch, *_: Any, **__: Any
