@@ -228,9 +228,7 @@ class TrainerOrders:
         recipe = self._run.recipe
         step = record.step
         control = self._trainer.control
-        if self._schedule.is_due(step):
-            control.should_save = True
-            self._schedule.begin_anew()
+        control.should_save = self._schedule.begins(step)
         stopped = self._run.reports.stopped
         validates = due(step, recipe.run.validate_every) and not stopped
         control.should_evaluate = step == recipe.steps or validates

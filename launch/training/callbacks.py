@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from launch.checkpoints.run_checkpoints import Checkpoint
 from launch.training.run import Callback, TrainingRun
 from launch.training.validations import Validations
 
@@ -51,20 +50,8 @@ def _bring(run: TrainingRun, validations: Validations) -> None:
         from launch.checkpoints import reading
 
         reading.load(run.state, checkpoint)
-        prove(run, validations, checkpoint, weights=False)
+        validations.prove(checkpoint, weights=False)
     elif given and (source := given.checkpoint()):
-        prove(run, validations, source, weights=True)
+        validations.prove(source, weights=True)
     if run.start.first:
-        run.recorder.validation(run.done, validations.validate())
-
-
-def prove(
-    run: TrainingRun, validations: Validations, checkpoint: Checkpoint, *, weights: bool
-) -> None:
-    """Prove that the engine holds what was read of a checkpoint. Raises FileError on all ranks."""
-    from launch.checkpoints import proof
-
-    precision = run.job.plan.precision
-    held_out = (validations.sample, validations.sample_loss)
-    sample = proof.ProofSample(run.recipe, precision, *held_out, run.next_step)
-    proof.check(run.state, checkpoint, sample, run.recorder.say, weights=weights)
+        run.recorder.validation(run.done, validations.measure(validations.batches))

@@ -103,10 +103,9 @@ class NumberWatch:
 
     def __init__(self, run: TrainingRun) -> None:
         """Begin after the run's steps so far, with the weights in place."""
-        self._state = state = run.state
+        state = run.state
         self._batches = run.batches
         self._grid = run.grid
-        self._say = run.recorder.say
         recipe = run.recipe
         step = run.done
         self._run = run
@@ -122,7 +121,7 @@ class NumberWatch:
         self._batch = torch.zeros((), dtype=torch.int64)  # not 0: a batch changed
         self._keep()
         if any(partition.swapped for partition in state.partitions):
-            self._say("run.check_every: states on NVMe are not watched")
+            self._run.recorder.say("run.check_every: states on NVMe are not watched")
         # Every engine's update, plain or pipeline, goes through this.
         engine = state.engine
         engine._take_model_step = partial(self._update, engine._take_model_step)
@@ -193,7 +192,9 @@ class NumberWatch:
         kinds = {watched.buffer.kind for watched in self._watched}
         if len(kinds) <= 2:
             new = [
-                buffer for buffer in self._state.buffers() if buffer.kind not in kinds
+                buffer
+                for buffer in self._run.state.buffers()
+                if buffer.kind not in kinds
             ]
             self._watched += map(Watched, new)
         for watched in self._watched:
@@ -267,7 +268,7 @@ class NumberWatch:
         else:
             when = f"around one step of {self.every}"
             seen = f"a single flip is seen with a chance of 1 in {self.every}"
-        self._say(
+        self._run.recorder.say(
             f"numbers are checked for changed bits {when}: {seen} (run.check_every)"
         )
 

@@ -22,24 +22,23 @@ class SaveSchedule:
 
     def __init__(self, run: TrainingRun) -> None:
         self._run = run
-        self.begin_anew()
+        self._began = time.monotonic()  # the last save, or the run
         run.reported["overdue"] = self._overdue
-
-    def begin_anew(self) -> None:
-        """Count the minutes from now on: a save begins."""
-        self._began = time.monotonic()
 
     def _overdue(self) -> bool:
         minutes = self._run.recipe.run.save_every_minutes
         return minutes is not None and time.monotonic() - self._began >= 60 * minutes
 
-    def is_due(self, step: int) -> bool:
-        """Decide whether all ranks save after a step."""
+    def begins(self, step: int) -> bool:
+        """Decide whether all ranks save after a step, from which the minutes then count."""
         recipe = self._run.recipe
         reports = self._run.reports
         last = step == recipe.steps and recipe.run.save_last
         asked = bool(reports.stopped) or reports.overdue
-        return last or asked or due(step, recipe.run.save_every)
+        begins = last or asked or due(step, recipe.run.save_every)
+        if begins:
+            self._began = time.monotonic()
+        return begins
 
 
 class Saves:
@@ -67,7 +66,7 @@ class Saves:
         self._run.watchdog.enter(Phase.SAVING)
         if reports.written:
             self.saver.complete()
-        if self._schedule.is_due(step):
+        if self._schedule.begins(step):
             self._save()
         elif last and self._watch:
             self._watch.check(step, again=True)
@@ -109,4 +108,3 @@ class Saves:
                 self.saver.discard()
                 raise
         self._saved = run.done
-        self._schedule.begin_anew()

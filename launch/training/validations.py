@@ -13,6 +13,7 @@ from data.loader import MicroBatch, micro_batch, validation_batches
 from data.samples.fields import HeldOut
 from data.text.records import SkippedRecords
 from launch.checkpoints.manifest import KnownLoss
+from launch.checkpoints.run_checkpoints import Checkpoint
 from launch.ranks import processes
 from launch.ranks.watchdog import Phase
 from launch.records.facts import StepRecord, Validation, finite
@@ -27,13 +28,16 @@ SAMPLE_POSITIONS = 32
 class Validations:
     """The validations every run.validate_every steps and after the last, followed by the test split.
 
-    Methods that return a loss are collective. `sample`: the first held-out sample as a micro-batch of one
-    row, of which checkpoints keep the loss.
+    Methods that return a loss are collective.
+
+    Attributes:
+        batches: of the validation split.
+        sample: the first held-out sample as a micro-batch of one row; checkpoints keep its loss.
     """
 
     def __init__(self, run: TrainingRun) -> None:
         self._run = run
-        self._batches = self._batches_of(run.corpus.validation)
+        self.batches = self._batches_of(run.corpus.validation)
         self._named: set[str] = set()  # broken records
         self.sample = short_sample(run.corpus.validation, run.recipe)
 
@@ -44,14 +48,14 @@ class Validations:
         last = step == run.recipe.steps
         if not (last or due(step, run.recipe.run.validate_every)):
             return
-        found = self.validate()
+        found = self.measure(self.batches)
         run.recorder.validation(step, found)
         if run.engine.monitor.enabled:
             from launch.training import monitor
 
             monitor.write(run, "validation", found)
         if last and run.corpus.test is not None:
-            tested = self._validate(self._batches_of(run.corpus.test))
+            tested = self.measure(self._batches_of(run.corpus.test))
             run.recorder.validation(step, tested, "test")
         if run.corpus.skipped:
             self._name_skipped_records()
@@ -79,13 +83,10 @@ class Validations:
         dp_rank = self._run.grid.at.dp
         return validation_batches(samples, layout.micro, passes, layout.dp, dp_rank)
 
-    def _validate(self, batches: Sequence[Sequence[MicroBatch]]) -> Validation:
+    def measure(self, batches: Sequence[Sequence[MicroBatch]]) -> Validation:
+        """Return the mean losses of these batches of a split."""
         run = self._run
         return validate(run.engine, batches, run.grid, run.forward)
-
-    def validate(self) -> Validation:
-        """Return the losses of the validation split."""
-        return self._validate(self._batches)
 
     def sample_loss(self, sample: MicroBatch) -> float:
         """Return the loss of a micro-batch of one row in evaluation mode, the same on each rank."""
@@ -98,7 +99,7 @@ class Validations:
             if self._run.job.compiled:  # and not for this shape
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(other_shape(self._run.engine))
-            return self._validate([[sample]]).loss
+            return self.measure([[sample]]).loss
 
     def known_loss(self) -> KnownLoss | None:
         """Return the loss of `sample`, for a checkpoint."""
@@ -107,6 +108,16 @@ class Validations:
         if loss is None:
             return None
         return KnownLoss(loss, self._run.job.plan.precision, batch)
+
+    def prove(self, checkpoint: Checkpoint, *, weights: bool) -> None:
+        """Prove that the engine holds what was read of a checkpoint. Raises FileError on all ranks."""
+        from launch.checkpoints import proof
+
+        run = self._run
+        held_out = (self.sample, self.sample_loss)
+        precision = run.job.plan.precision
+        sample = proof.ProofSample(run.recipe, precision, *held_out, run.next_step)
+        proof.check(run.state, checkpoint, sample, run.recorder.say, weights=weights)
 
 
 def short_sample(held_out: HeldOut, recipe: Recipe) -> MicroBatch:

@@ -26,7 +26,6 @@ from launch.checkpoints.geometry import Cut
 from launch.checkpoints.stored import StoredTensors
 from launch.experiments.parity.groups import temporary_groups
 from launch.ranks import ending, processes
-from launch.training import callbacks
 from launch.training.job import Job
 from launch.training.run import Start
 from launch.training.validations import Validations
@@ -271,7 +270,7 @@ def prove(run, checkpoint, fault):
     if fault == "dropout of the step before":
         run.done -= 1
     try:
-        callbacks.prove(run, Validations(run), checkpoint, weights="initial weights" in fault)
+        Validations(run).prove(checkpoint, weights="initial weights" in fault)
     except FileError as error:
         return str(error)
     return run.recorder.said[-1] if fault.startswith("without") else None

@@ -19,7 +19,6 @@ from data.corpus import build
 from launch.checkpoints import reading, run_checkpoints
 from launch.experiments.parity.groups import temporary_groups
 from launch.ranks import ending, processes
-from launch.training import callbacks
 from launch.training.job import Job
 from launch.training.run import Start
 from launch.training.validations import Validations
@@ -36,7 +35,7 @@ def refusal_of(run, checkpoint):
     try:
         reading.load(run.state, checkpoint)
         any_layout.go_to(run, checkpoint)
-        callbacks.prove(run, Validations(run), checkpoint, weights=False)
+        Validations(run).prove(checkpoint, weights=False)
     except FileError as error:
         return str(error)
     return None

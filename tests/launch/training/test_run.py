@@ -69,7 +69,7 @@ def start(monkeypatch):
     monkeypatch.setattr(validations, "validate", lambda engine, samples, grid, forward: samples)
     monkeypatch.setattr(validations, "short_sample", lambda held_out, recipe: {})
     monkeypatch.setattr("launch.checkpoints.reading.load", lambda engine, checkpoint: None)
-    monkeypatch.setattr(callbacks, "prove", lambda *of, weights: None)
+    monkeypatch.setattr(validations.Validations, "prove", lambda *of, weights: None)
     monkeypatch.setattr(TrainingRun, "next_step", lambda run: None)
 
     def made(*overrides, test=None, checkpoint=None, more=()):
