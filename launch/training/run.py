@@ -167,8 +167,8 @@ class TrainingRun:
     ) -> EarlyStop | None:
         """Record a step and call all callbacks; return the early stop that was asked for.
 
-        The ranks report to each other while a GPU computes. `read_outcome` waits for it.
-        Raises an EarlyEnd of a callback, or BrokenData if a rank cannot read the next step.
+        The ranks report to each other while a GPU still computes; `read_outcome` waits for it. Raises an
+        EarlyEnd of a callback, or BrokenData if a rank cannot read the next step.
         """
         waited = self._waited + self._fetch_next(step)
         hear_reports = self._send_report(waited)
@@ -177,8 +177,8 @@ class TrainingRun:
         self.watchdog.enter(Phase.COMPUTED)
         self.reports = reports = hear_reports()
         self.watchdog.enter(Phase.RECORDING)
-        times = reports.rank_seconds
-        record = replace(outcome, seconds=seconds, data_seconds=waited, **times)
+        busy = reports.rank_seconds
+        record = replace(outcome, seconds=seconds, data_seconds=waited, **busy)
         self.recorder.step(record)
         self.done = step
         for callback in self.callbacks:

@@ -55,8 +55,8 @@ class Saves:
         self._watch = watch
         self._schedule = SaveSchedule(run)
         self._saved = run.done
-        plan = run.job.plan
-        self.saver = Saver(run.state, plan, run.grid, run.job.checkpoints, run.recorder)
+        job = run.job
+        self.saver = Saver(run.state, job.plan, run.grid, job.checkpoints, run.recorder)
         run.reported["written"] = lambda: self.saver.written
 
     def after_step(self, record: StepRecord) -> None:
@@ -79,9 +79,8 @@ class Saves:
         Raises NotSavedError if the last checkpoint could not be written.
         """
         done = self._run.done
-        problem = self.saver.problem
-        if error is None and problem:
-            raise NotSavedError(problem)
+        if error is None and self.saver.problem:
+            raise NotSavedError(self.saver.problem)
         if isinstance(error, BrokenData) and done > self._saved:
             self._save()
         if isinstance(error, Diverged | BrokenData | Corrupted):

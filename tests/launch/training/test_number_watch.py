@@ -15,7 +15,7 @@ from launch.records.metrics import read_metrics
 from launch.records.result import read_result
 from launch.training.early_ends import Corrupted, Diverged
 from launch.training.figure_bounds import FigureBounds
-from launch.training.number_watch import Details, NumberReport, corruptions, interval, witnesses
+from launch.training.number_watch import Details, NumberReport, NumberWatch, corruptions, interval, witnesses
 
 PRETRAIN = ROOT / "launch/pretrain.py"
 LAYOUTS = {  # name -> ds_config, tp, pp, dp
@@ -243,6 +243,16 @@ def test_a_last_loss_far_above_the_first_is_no_end():
     run.done = 30
     with pytest.raises(Diverged, match=r"was 9 at first and is 1\.3e\+36"):
         bounds.end(None)
+
+
+def test_numbers_are_checked_once_more_where_the_loss_is_lost(monkeypatch):
+    looked = []
+    monkeypatch.setattr(NumberWatch, "__init__", lambda watch, run: vars(watch).update(_run=run))
+    monkeypatch.setattr(NumberWatch, "check", lambda watch, step, again: looked.append((step, again)))
+    watch = NumberWatch(SimpleNamespace(done=4))
+    for error in (None, KeyboardInterrupt(), Diverged("up")):
+        watch.end(error)
+    assert looked == [(5, True)]
 
 
 def test_the_message_names_rank_machine_and_tensors():

@@ -318,8 +318,10 @@ def test_ranks_report_a_step_while_it_is_computed_and_hear_once_its_figures_are_
     run.batches.fetch = noted("fetch")
     run.recorder.step = noted("record")
     run.callbacks = [Noted("callback", seen)]
+    run.before_step = [noted("before")]
+    run.begin_step(1)
     assert run.end_step(1, noted("outcome", outcome())) == EarlyStop("SIGTERM", 1, 6)
-    assert seen == ["fetch", "send", "outcome", "hear", "record", "callback after 1"]
+    assert seen == ["before", "fetch", "send", "outcome", "hear", "record", "callback after 1"]
 
 
 def test_the_loop_waits_for_data_computes_and_ends_each_step(monkeypatch):
