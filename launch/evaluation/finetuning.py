@@ -12,7 +12,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +34,11 @@ from launch.evaluation.finetuning_seeds import PREDICTIONS, keep_predictions
 from launch.ranks import processes
 from launch.ranks.watchdog import Phase
 from launch.records.facts import SaveOutcome, StepRecord, TaskScore, Validation
-from launch.training.agreement import StepExchange, StepNews, StepReport
-from launch.training.early_ends import (
-    REASONS,
-    EarlyStop,
-    FigureBounds,
-    SkipCounter,
-    StopRequest,
-)
+from launch.training.callbacks import watchers
+from launch.training.early_ends import EarlyStop
 from launch.training.job import Job
-from launch.training.run import Start, due
+from launch.training.run import Start, TrainingRun, due
+from launch.training.saves import SaveSchedule
 from launch.training.transformers_trainer import (
     RecordedTrainer,
     surrounded,
@@ -98,7 +93,7 @@ def train(
         trainer = TaskTrainer(
             start,
             around,
-            lambda engine: TaskRun(trainer, around.stop),
+            lambda run: [*watchers(run), TrainerOrders(run, trainer)],
             model=_model(start, corpus.tokenizer),
             args=arguments,
             train_dataset=corpus.train.select(order),
@@ -160,7 +155,8 @@ class TaskTrainer(RecordedTrainer):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, *_: Any, **__: Any
     ) -> Any:
-        self.watchdog.advance()
+        if not model.training:  # the run counts the others
+            self.watchdog.advance()
         outputs = model(**inputs)
         logits, targets = _pairs(outputs, inputs)
         loss = _loss(logits, targets)  # the model's own is one of half precision there
@@ -219,61 +215,25 @@ def _figures(outcome: EvalPrediction) -> dict[str, float]:
     return {"accuracy": float(accuracy), "mean": float(_loss(*found))}
 
 
-class TaskRun:
-    """A fine-tuning after each step, in the place of a `TrainingRun`; Trainer validates and saves."""
+class TrainerOrders:
+    """Has Trainer validate and save after a step: a callback in the place of ours."""
 
-    def __init__(self, trainer: TaskTrainer, stop: StopRequest) -> None:
-        self.trainer = trainer
-        self.stop = stop
-        self.start = trainer.start
-        self.recipe = trainer.recipe
-        self.skipped = SkipCounter(self.start.job.plan.precision)
-        self.bounds = FigureBounds(self.start.recorder.say)
-        self.saved_at = time.monotonic()
-        self.start.recorder.mark("weights")
+    def __init__(self, run: TrainingRun, trainer: TaskTrainer) -> None:
+        self._run = run
+        self._trainer = trainer
+        self._schedule = SaveSchedule(run)
+        run.recorder.mark("weights")
 
-    def fetch_next(self, step: int) -> float:
-        return 0.0
+    def after_step(self, record: StepRecord) -> None:
+        recipe = self._run.recipe
+        step = record.step
+        control = self._trainer.control
+        control.should_save = self._schedule.begins(step)
+        stopped = self._run.reports.stopped
+        validates = due(step, recipe.run.validate_every) and not stopped
+        control.should_evaluate = step == recipe.steps or validates
 
-    def exchange(self, waited: float) -> StepExchange:
-        every = self.recipe.run.save_every_minutes
-        overdue = every is not None and time.monotonic() - self.saved_at >= 60 * every
-        stop = REASONS.index(self.stop.look())
-        report = StepReport(stop, waited, overdue=overdue)
-        return StepExchange(report, self.start.grid.control_group)
-
-    def news(self, exchange: StepExchange) -> StepNews:
-        self.trainer.watchdog.enter(Phase.COMPUTED)
-        return exchange.wait()
-
-    def record(
-        self, outcome: StepRecord, seconds: float, waited: float, ranks: dict[str, Any]
-    ) -> None:
-        self.trainer.watchdog.enter(Phase.RECORDING)
-        record = replace(outcome, seconds=seconds, data_seconds=waited, **ranks)
-        self.start.recorder.step(record)
-        self.skipped.see(record)
-        self.bounds.see(record)
-
-    def save_if_due(self, step: int, news: StepNews) -> None:
-        run = self.recipe.run
-        last = step == self.recipe.steps and run.save_last
-        if last or news.stopped or news.overdue or due(step, run.save_every):
-            self.trainer.control.should_save = True
-            self.saved_at = time.monotonic()
-
-    def validate_if_due(self, step: int) -> None:
-        last = step == self.recipe.steps
-        wanted = last or due(step, self.recipe.run.validate_every)
-        self.trainer.control.should_evaluate = wanted
-
-    def end_if_due(self, step: int, news: StepNews) -> EarlyStop | None:
-        if step == self.recipe.steps:
-            self.bounds.check_end()
-        elif news.stopped:
-            self.trainer.control.should_evaluate = False
-            return EarlyStop(news.stopped, step, self.recipe.steps)
-        return None
+    def end(self, error: BaseException | None) -> None: ...
 
 
 def _predict(

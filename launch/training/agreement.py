@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -95,7 +95,7 @@ class StepReport(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StepNews:
+class RankReports:
     """The reports of all ranks; the same on every rank.
 
     Attributes:
@@ -141,21 +141,20 @@ class StepNews:
         return bool(self._column("overdue")[0])
 
 
-class StepExchange:
-    """A running exchange of reports: the CPUs talk while a GPU still computes the step."""
+def send_report(own: StepReport, group: dist.ProcessGroup) -> Callable[[], RankReports]:
+    """Send a report to all ranks; return what waits for theirs. Collective.
 
-    def __init__(self, own: StepReport, group: dist.ProcessGroup) -> None:
-        """Send the report `own` to all ranks. Collective."""
-        row = torch.tensor(own, dtype=torch.float64)
-        self._table = torch.empty(
-            dist.get_world_size(group), len(row), dtype=torch.float64
-        )
-        self._work = all_gather(self._table.view(-1), row, group=group, async_op=True)
+    The CPUs talk while a GPU still computes the step.
+    """
+    row = torch.tensor(own, dtype=torch.float64)
+    table = torch.empty(dist.get_world_size(group), len(row), dtype=torch.float64)
+    work = all_gather(table.view(-1), row, group=group, async_op=True)
 
-    def wait(self) -> StepNews:
-        """Wait for the reports of all ranks."""
-        self._work.wait()
-        return StepNews(self._table)
+    def hear() -> RankReports:
+        work.wait()
+        return RankReports(table)
+
+    return hear
 
 
 def peak_memory(group: dist.ProcessGroup) -> Peaks:

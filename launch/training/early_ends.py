@@ -1,25 +1,21 @@
-"""The ends of training before its last step: requests, exceptions, a result, and a watch over figures."""
+"""The ends of training before its last step: requests, exceptions and a result."""
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
-import math
 import os
 import signal
-import statistics
 import threading
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from launch.ranks.ending import STOP_REQUEST
 from launch.ranks.processes import rank
-from launch.records.facts import Corruption, StepRecord
+from launch.records.facts import Corruption
 
 # Launchers act on SIGUSR1, SIGUSR2 and SIGXCPU nowhere. SIGHUP: the terminal is gone.
 SIGNALS = (
@@ -38,13 +34,6 @@ KINDS = {
     "rounded": "rounded weights of",
     "batch": "the batch",
 }
-# skipped steps in a row; a loss scale that has not moved in them is stuck
-STUCK_STEPS = 20
-RECENT = 100  # steps that give the bounds, and from one warning to the next
-LEAST = 20  # steps before there are bounds
-DEVIATIONS = 40  # median absolute deviations above the median, or the median once more
-END_FACTOR = 10.0  # times the first loss, or 1 nat: no training ends above
-LAST_STEPS = 10  # whose mean is the last loss
 DIVERGED_ADVICE = """Nothing more can be learned from here.
   - metrics.jsonl shows the grad norm before this step: if it grew, lower optimizer.lr, lengthen
     schedule.warmup_steps or set optimizer.clip
@@ -197,87 +186,3 @@ class EarlyStop:
 
     def __str__(self) -> str:
         return f"{self.request}: stopped after step {self.step} of {self.steps}, checkpoint saved"
-
-
-class SkipCounter:
-    """Count skipped steps in a row, and end a run that will skip all further ones.
-
-    A static loss scale may overflow for ever, and gradients may never be finite again in bf16. A dynamic loss
-    scale comes down, and DeepSpeed itself watches its floor.
-    """
-
-    def __init__(self, precision: str) -> None:
-        self.precision = precision
-        self.count = 0
-        self.scale: float | None = math.nan
-
-    def see(self, outcome: StepRecord) -> None:
-        """Count the step. Raises Diverged after STUCK_STEPS skipped steps in a row at one loss scale."""
-        same_scale = outcome.loss_scale == self.scale
-        self.count = (
-            self.count + 1 if outcome.skipped and same_scale else int(outcome.skipped)
-        )
-        self.scale = outcome.loss_scale
-        if self.count < STUCK_STEPS:
-            return
-        in_a_row = f"{self.count} steps in a row"
-        if self.precision != "fp16":
-            raise Diverged(
-                f"the gradients of {in_a_row} were not finite in {self.precision}"
-            )
-        scale = self.scale or math.inf
-        raise Diverged(
-            f"{in_a_row} overflowed and were skipped at loss scale {scale:g}: the scale does not come "
-            "down to what fp16 can represent (fp16.loss_scale fixes it; 0 makes it dynamic)"
-        )
-
-
-class FigureBounds:
-    """A watch over the loss and the gradient norm of each step, against those of recent steps."""
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
-        self._quiet_until = 0  # step
-        self._first = math.inf  # loss of this launch
-        self._recent: dict[str, deque[float]] = defaultdict(
-            partial(deque, maxlen=RECENT)
-        )
-
-    def see(self, record: StepRecord) -> None:
-        """Take the figures of a step; say one that is far above, at most once in RECENT steps."""
-        if record.skipped:
-            return
-        if self._first == math.inf and record.loss is not None:
-            self._first = record.loss
-        self._see_figure("loss", record.loss, record.step)
-        self._see_figure("gradient norm", record.grad_norm, record.step)
-
-    def _see_figure(self, name: str, value: float | None, step: int) -> None:
-        if value is None:
-            return
-        recent = self._recent[name]
-        if step >= self._quiet_until and is_far_above(value, recent):
-            usual = statistics.median(recent)
-            self._say(
-                f"WARNING: the {name} of step {step} is {value:.4g}, far above the usual {usual:.4g}"
-            )
-            self._quiet_until = step + RECENT
-        recent.append(value)
-
-    def check_end(self) -> None:
-        """Compare the last loss with the first. Raises Diverged."""
-        last = [self._first, *self._recent["loss"]][-LAST_STEPS:]
-        mean = statistics.fmean(last)
-        if mean > END_FACTOR * max(self._first, 1.0):
-            raise Diverged(
-                f"the loss was {self._first:.4g} at first and is {mean:.4g} at the end"
-            )
-
-
-def is_far_above(value: float, recent: Sequence[float]) -> bool:
-    """Check a value against a robust bound of those before."""
-    if len(recent) < LEAST or value <= max(recent):
-        return False
-    median = statistics.median(recent)
-    deviation = statistics.median(abs(each - median) for each in recent)
-    return value > median + max(DEVIATIONS * deviation, median)

@@ -10,12 +10,10 @@ import contextlib
 import functools
 import itertools
 import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import deepspeed
-import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
@@ -27,10 +25,8 @@ from deepspeed.runtime.zero.partition_parameters import (
 )
 from torch.nn import functional as F
 
-from data.loader import MicroBatch, micro_batch
-from data.samples.fields import HeldOut
+from data.loader import MicroBatch
 from ds_configs.plan import Plan
-from launch.checkpoints.engine_state import EngineState
 from launch.deepspeed_fixes import versions
 from launch.deepspeed_fixes.muon_compilation import leave_out_compilation
 from launch.deepspeed_fixes.short_steps import shorten_step
@@ -43,10 +39,7 @@ from launch.training.early_ends import Diverged
 from launch.training.job import Job
 from launch.training.schedule import LearningRateSchedule
 from modeling.parallel.process_grid import ProcessGrid
-from recipes.families import fields_of
-from recipes.schema import Recipe
 
-SAMPLE_POSITIONS = 32
 # (engine, micro-batch) -> (loss) or (loss, parts of it)
 Forward = Callable[..., tuple[torch.Tensor, ...]]
 
@@ -143,6 +136,8 @@ def initialize(
             leave_out_of_graph()
         engine = deepspeed.initialize(**how)[0]
     if by_muon:
+        from launch.checkpoints.engine_state import EngineState
+
         engine.basic_optimizer.locate(EngineState(engine, grid).partitions)
     return engine
 
@@ -195,12 +190,6 @@ def release_at_end(engine: DeepSpeedEngine) -> Iterator[None]:
         )
         # graphs of this model count against the limit of the next one
         torch._dynamo.reset()
-
-
-def end_monitors(engine: DeepSpeedEngine) -> None:
-    """Have W&B write what it still holds: no rank ends by Python's own end."""
-    if getattr(engine.monitor, "wandb_monitor", None):
-        sys.modules["wandb"].finish()
 
 
 def train_step(
@@ -362,46 +351,6 @@ def validate(
     engine.train()
     loss, *parts = torch.stack(totals).mean(0).tolist()
     return Validation(loss, _name_parts(engine, parts))
-
-
-def short_sample(held_out: HeldOut, recipe: Recipe) -> MicroBatch:
-    """Return the first held-out sample as a micro-batch of one row.
-
-    Of a dense causal model's only the first SAMPLE_POSITIONS count: what follows them changes nothing there.
-    """
-    sample = micro_batch(held_out.take([0]), np.ones(1))
-    fields = fields_of(sample)
-    if not (fields.uneven or fields.padded or recipe.model.attention_window):
-        weights = sample["weights"]
-        weights[:, SAMPLE_POSITIONS:] = 0
-        weights /= weights.sum()
-    return sample
-
-
-def sample_loss(
-    engine: DeepSpeedEngine,
-    sample: MicroBatch,
-    grid: ProcessGrid,
-    forward: Forward,
-    *,
-    compiled: bool,
-) -> float:
-    """Return the loss of a micro-batch of one row in evaluation mode, the same on each rank. Collective.
-
-    `compiled`: the model is, and not for this shape.
-    """
-    fields = fields_of(sample)
-    if not (fields.uneven or fields.padded):
-        counted = int(sample["weights"].nonzero()[-1, 1]) + 1
-        counted += -counted % grid.tp  # which may share the positions
-        sample = {name: values[:, :counted] for name, values in sample.items()}
-    eager = (
-        torch.compiler.set_stance("force_eager")
-        if compiled
-        else contextlib.nullcontext()
-    )
-    with eager, other_shape(engine):
-        return validate(engine, [[sample]], grid, forward).loss
 
 
 @contextlib.contextmanager

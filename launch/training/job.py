@@ -91,8 +91,8 @@ class Job:
     # start from the newest complete checkpoint of `directory`, if there is one
     resume: bool = False
     compiled: bool = False  # torch.compile the model
-    # of (TrainingRun, StepRecord)
-    after_step: Callable[[Any, Any], None] = lambda run, outcome: None
+    # make more callbacks of a TrainingRun (`launch.training.callbacks`)
+    callbacks: tuple[Callable[[Any], Any], ...] = ()
     initial_weights: InitialWeights | None = None  # None: random ones
     # writes the first checkpoint of an adopted run; takes the checksum of the training tokens
     adopt: Callable[[Plan, Path, str], None] | None = None

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import time
 
 from launch.ranks import ending
-from launch.ranks.watchdog import Phase
+from launch.training import callbacks
 from launch.training.early_ends import EarlyEnd, EarlyStop, StopRequest
 from launch.training.engine import build_engine, release_at_end, train_step
 from launch.training.micro_batches import dropout_seeds_of_step, training_batches
@@ -39,28 +38,20 @@ def train(start: Start) -> EarlyStop | None:
         stack.enter_context(contextlib.closing(batches))
         stop = stack.enter_context(StopRequest(job.stop_file))
         stack.enter_context(ending.keep_error_of_block(job.directory, but=EarlyEnd))
-        run = stack.enter_context(TrainingRun(start, engine, batches, stop, watchdog))
-        for step in range(run.start_step + 1, recipe.steps + 1):
-            watchdog.enter(Phase.DATA, step)
-            started = time.perf_counter()
+        run = stack.enter_context(
+            TrainingRun(start, engine, stop, watchdog, callbacks.begin, batches)
+        )
+        for step in range(run.done + 1, recipe.steps + 1):
+            run.begin_step(step)
             seed_step(recipe.seed, step - 1, grid.at)
             micro_batches = next_batch(batches)
-            waited = time.perf_counter() - started
-            watchdog.enter(Phase.COMPUTING)
+            run.begin_computing()
             # DeepSpeed accumulates, scales the loss, averages over data ranks, clips, steps the schedule.
             dropout_seeds = dropout_seeds_of_step(
                 plan, grid.at.dp, step - 1, engine.device
             )
             read_outcome = train_step(engine, micro_batches, grid, dropout_seeds)
-            waited += run.fetch_next(step)
-            exchange = run.exchange(waited)
-            outcome = read_outcome()
-            seconds = time.perf_counter() - started
-            news = run.news(exchange)
-            run.record(outcome, seconds, waited, news.rank_seconds)
-            run.save_if_due(step, news)
-            run.validate_if_due(step)
-            early = run.end_if_due(step, news)
+            early = run.end_step(step, read_outcome)
             if early:
                 return early
     return None

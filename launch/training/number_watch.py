@@ -25,16 +25,15 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from data.bit_sums import BLOCK, ODD, WORD, batch_sum, block_sums
-from data.loader import StepBatches
-from launch.checkpoints.engine_state import Buffer, EngineState
+from launch.checkpoints.engine_state import Buffer
 from launch.ranks import processes
-from launch.records.facts import Corruption
+from launch.records.facts import Corruption, StepRecord
 from launch.training.agreement import all_gather
-from launch.training.early_ends import Corrupted
+from launch.training.early_ends import Corrupted, Diverged
+from launch.training.run import TrainingRun, due
 from modeling.initialization import canonical_name
 from modeling.parallel.process_grid import ProcessGrid
 from recipes.layout import data_groups, tensor_groups
-from recipes.schema import Recipe
 
 # of the time of steps, for checks of a chosen interval: half a percent with what noise adds
 SHARE = 0.004
@@ -100,23 +99,16 @@ class Watched:
 
 
 class NumberWatch:
-    """The watch over one engine's numbers. `check_if_due` and `check` are collective."""
+    """The watch over one engine's numbers. Its methods are collective."""
 
-    def __init__(
-        self,
-        state: EngineState,
-        batches: StepBatches,
-        grid: ProcessGrid,
-        recipe: Recipe,
-        step: int,
-        say: Callable[[str], None],
-    ) -> None:
-        """Begin after `step` steps, with the weights in place. `say`: takes a line for the user."""
-        self._state = state
-        self._batches = batches
-        self._grid = grid
-        self._say = say
-        self._run = recipe.run
+    def __init__(self, run: TrainingRun) -> None:
+        """Begin after the run's steps so far, with the weights in place."""
+        state = run.state
+        self._batches = run.batches
+        self._grid = run.grid
+        recipe = run.recipe
+        step = run.done
+        self._run = run
         self._last = recipe.steps
         self._trial = step + TRIAL_STEPS if recipe.run.check_every is None else 0
         # steps from one check to the next
@@ -129,19 +121,25 @@ class NumberWatch:
         self._batch = torch.zeros((), dtype=torch.int64)  # not 0: a batch changed
         self._keep()
         if any(partition.swapped for partition in state.partitions):
-            say("run.check_every: states on NVMe are not watched")
+            self._run.recorder.say("run.check_every: states on NVMe are not watched")
         # Every engine's update, plain or pipeline, goes through this.
         engine = state.engine
         engine._take_model_step = partial(self._update, engine._take_model_step)
 
-    def check_if_due(self, step: int) -> None:
+    def after_step(self, record: StepRecord) -> None:
         """Check after a step, if it is due. Raises Corrupted on all ranks."""
+        step = record.step
         if step <= self._trial:
             self._times.append(clock())
         if self._due(step):
             self.check(step)
         if step == self._trial:
             self._choose()
+
+    def end(self, error: BaseException | None) -> None:
+        """Check once more where the loss is lost: a flipped bit may be the cause."""
+        if isinstance(error, Diverged):
+            self.check(self._run.done + 1, again=True)
 
     def check(self, step: int, *, again: bool = False) -> None:
         """Compare what was found since the last check. Raises Corrupted on all ranks.
@@ -177,7 +175,7 @@ class NumberWatch:
         self._batch = self._batch.to(changed.device) | changed
         self._compare()
         take_step(*how)
-        saves = self._run.save_every and self._step % self._run.save_every == 0
+        saves = due(self._step, self._run.recipe.run.save_every)
         if (
             self.always
             or saves
@@ -194,7 +192,9 @@ class NumberWatch:
         kinds = {watched.buffer.kind for watched in self._watched}
         if len(kinds) <= 2:
             new = [
-                buffer for buffer in self._state.buffers() if buffer.kind not in kinds
+                buffer
+                for buffer in self._run.state.buffers()
+                if buffer.kind not in kinds
             ]
             self._watched += map(Watched, new)
         for watched in self._watched:
@@ -268,7 +268,7 @@ class NumberWatch:
         else:
             when = f"around one step of {self.every}"
             seen = f"a single flip is seen with a chance of 1 in {self.every}"
-        self._say(
+        self._run.recorder.say(
             f"numbers are checked for changed bits {when}: {seen} (run.check_every)"
         )
 

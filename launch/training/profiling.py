@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import profile, record_function, supported_activities
 
 from launch.ranks import processes
-from modeling.parallel.process_grid import ProcessGrid
+from launch.records.facts import StepRecord
+from launch.training.run import TrainingRun
 
 STEP = "ProfilerStep#"  # torch's own name of a step, by which viewers find it
 OWN = "megarecipes: "  # beginning of the names of modules in a trace
@@ -20,15 +20,15 @@ MOST_ALLOCATIONS = 100_000  # in a snapshot of memory
 
 
 class StepProfiler:
-    """The profiler of this rank over `steps`, which writes its trace into `folder`."""
+    """The profiler of this rank over the steps of run.profile, which writes its trace into RUN/profile."""
 
-    def __init__(
-        self, engine: Any, steps: range, grid: ProcessGrid, folder: Path
-    ) -> None:
-        self._engine = engine
-        self._steps = steps
-        self._group = grid.control_group
-        self._folder = folder
+    def __init__(self, run: TrainingRun) -> None:
+        self._engine: Any = run.engine
+        self._steps = run.recipe.run.profiled
+        self._group = run.grid.control_group
+        self._folder = run.job.directory / "profile"
+        self._say = run.recorder.say
+        run.before_step.append(self._begin)
         self._profile: Any = profile(activities=supported_activities())
         # torch.cuda.memory and its like keep a history of allocations.
         memory = getattr(processes.device_module(), "memory", None)
@@ -36,19 +36,22 @@ class StepProfiler:
         self._open: list[record_function] = []  # annotations, the innermost last
         self._hooks: list[Any] = []
 
-    def begin(self, step: int) -> None:
+    def _begin(self, step: int) -> None:
         """Begin a step, if it is to be profiled."""
         if step in self._steps:
             if not self._hooks:
                 self._start(step)
             self._enter(f"{STEP}{step}")
 
-    def end(self, step: int) -> list[str]:
-        """End a step; after the last one return a sentence for each trace that could not be written."""
-        if step not in self._steps:
-            return []
-        self._leave()
-        return self._stop() if step == self._steps[-1] else []
+    def after_step(self, record: StepRecord) -> None:
+        """End a step; after the last one write the trace, and say each that could not be written."""
+        if record.step in self._steps:
+            self._leave()
+            if record.step == self._steps[-1]:
+                for problem in self._stop():
+                    self._say(f"WARNING: no trace of a rank: {problem}")
+
+    def end(self, error: BaseException | None) -> None: ...
 
     def _start(self, step: int) -> None:
         rank = torch.distributed.get_rank()

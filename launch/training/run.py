@@ -1,62 +1,44 @@
-"""A run on this rank without its loop: the start, records, validations and saves.
+"""A run on this rank without its loop: what is done around every step, and what stands next to training.
 
 The loop is in launch/training/loop.py, or is `transformers.Trainer`'s
-(launch/training/transformers_trainer.py). Both call `fetch_next`, `exchange`, `news`, `record`,
-`save_if_due`, `validate_if_due` and `end_if_due` after every step.
+(launch/training/transformers_trainer.py). Both call `begin_step`, `begin_computing` and `end_step`.
 """
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from data.corpus import Corpus
-from data.loader import MicroBatch, StepBatches, validation_batches
-from data.samples.fields import HeldOut
-from data.text.documents import SkippedRecords
-from ds_configs.plan import Plan
-from launch.checkpoints.engine_state import EngineState
+from data.loader import MicroBatch, StepBatches
 from launch.checkpoints.run_checkpoints import Checkpoint
-from launch.checkpoints.saving import Saver
 from launch.ranks import ending, processes
 from launch.ranks.meeting import Meeting
 from launch.ranks.watchdog import Phase, Watchdog
-from launch.records.facts import SilentRecorder, StepRecord, Validation, finite
-from launch.training.agreement import StepExchange, StepNews, StepReport
+from launch.records.facts import SilentRecorder, StepRecord
+from launch.training.agreement import RankReports, StepReport, send_report
 from launch.training.early_ends import (
     REASONS,
     BrokenData,
-    Corrupted,
-    Diverged,
+    EarlyEnd,
     EarlyStop,
-    FigureBounds,
-    NotSavedError,
-    SkipCounter,
     StopRequest,
 )
-from launch.training.engine import (
-    Forward,
-    end_monitors,
-    forward,
-    sample_loss,
-    short_sample,
-    validate,
-)
+from launch.training.engine import Forward, forward
 from launch.training.job import Job
 from launch.training.micro_batches import end_together, next_step
-from launch.training.number_watch import NumberWatch
 from modeling.parallel.process_grid import ProcessGrid
 
 if TYPE_CHECKING:
-    from launch.checkpoints.manifest import KnownLoss
+    from launch.checkpoints.engine_state import EngineState
 
 MONITOR = "DeepSpeed's monitor"
 
@@ -83,295 +65,158 @@ class Start:
         return self.done == self.job.plan.recipe.begins_after
 
 
+class Callback(Protocol):
+    """Something that a run may have next to training, made of the run before its first step.
+
+    Its methods are collective. It ends the run by raising an EarlyEnd.
+    """
+
+    def after_step(self, record: StepRecord) -> None:
+        """Follow a recorded step, of which `TrainingRun.reports` has what all ranks said."""
+
+    def end(self, error: BaseException | None) -> None:
+        """End, after all callbacks that come later in the list; `error`: what ended the training."""
+
+
 class TrainingRun:
     """One run on this rank, under either loop. Its methods are collective.
 
-    A context manager: if the loss is lost, it waits for the checkpoint that is being written; if the next
-    step's data cannot be read, it saves the last step.
+    A context manager: it makes its callbacks, and ends them, the last one first.
     """
 
     def __init__(
         self,
         start: Start,
         engine: DeepSpeedEngine,
-        batches: StepBatches,
         stop: StopRequest,
         watchdog: Watchdog,
+        begin: Callable[[TrainingRun], Sequence[Callback]],
+        batches: StepBatches | None = None,
         forward: Forward = forward,
     ):
-        """Load the checkpoint into the engine, or validate the initial weights.
+        """Take what a run is made of.
 
-        `batches`: of this rank, after the checkpoint's step; `forward`: computes the loss.
+        `begin` prepares it for its first step, and returns its callbacks; `batches`: of this rank, after the
+        checkpoint's step, None: Trainer makes them; `forward`: computes the loss.
         """
-        self.job = job = start.job
-        self.recorder = recorder = start.recorder
-        self.corpus = corpus = start.corpus
-        self.grid = grid = start.grid
-        self.recipe = job.plan.recipe
+        self.start = start
+        self.job = start.job
+        self.recorder = start.recorder
+        self.corpus = start.corpus
+        self.grid = start.grid
+        self.recipe = start.job.plan.recipe
         self.engine = engine
-        self.batches = batches
+        self.batches: Any = batches
         self.forward = forward
-        self.stop = stop
         self.watchdog = watchdog
-        if engine.monitor.enabled:  # DeepSpeed's engine calls it too
-            keeping = recorder.keeping(MONITOR)
-            engine.monitor.write_events = keeping(engine.monitor.write_events)
-        self.clock = ForwardClock(engine, watchdog.advance)
-        self.held_out = held_out_batches(corpus.validation, job.plan, grid)
-        self.skipped = SkipCounter(job.plan.precision)
-        self.start_step = self.done = self.saved = start.done
-        self._sample = short_sample(corpus.validation, self.recipe)
-        self._saved_at = time.monotonic()  # when the last save began
+        self.done = start.done  # optimizer steps
+        self.callbacks: Sequence[Callback] = ()
+        self.reports: RankReports  # of the last step
+        # what callbacks add: work before a step, and fields of this rank's `StepReport`
+        self.before_step: list[Callable[[int], None]] = []
+        self.reported: dict[str, Callable[[], bool]] = {}
+        self._begin = begin
+        self._stop = stop
+        self._clock = ForwardClock(engine, watchdog.advance)
         self._unreadable: str | None = None  # why this rank cannot read the next step
-        self._reported: set[str] = set()  # broken records that were already named
-        self.state = EngineState(engine, grid)
-        self.saver = Saver(self.state, job.plan, grid, job.checkpoints, recorder)
-        if start.checkpoint:
-            from launch.checkpoints import reading
+        # wall time when the step began; seconds it waited for its batch
+        self._began = self._waited = 0.0
+        guarded = self.recorder.keeping(MONITOR)  # DeepSpeed's engine calls it too
+        engine.monitor.write_events = guarded(engine.monitor.write_events)
 
-            reading.load(self.state, start.checkpoint)
-            self._prove(start.checkpoint, weights=False)
-        elif job.initial_weights:
-            given = job.initial_weights.checkpoint()
-            if given:
-                self._prove(given, weights=True)
-        if start.first:
-            recorder.validation(self.done, self.validate(self.held_out))
-        recorder.mark("weights")
-        self.bounds = FigureBounds(recorder.say)
-        self.watch: NumberWatch | None = None
-        if self.recipe.run.check_every != 0:
-            self.watch = NumberWatch(
-                self.state, batches, grid, self.recipe, self.done, recorder.say
-            )
-        self._profiler: Any = None
-        if self.recipe.run.profile:
-            from launch.training.profiling import StepProfiler  # with torch's profiler
+    @cached_property
+    def state(self) -> EngineState:
+        """The engine's state in full precision."""
+        from launch.checkpoints.engine_state import EngineState
 
-            steps = self.recipe.run.profiled
-            folder = job.directory / "profile"
-            self._profiler = StepProfiler(engine, steps, grid, folder)
-            self._profiler.begin(self.done + 1)
+        return EngineState(self.engine, self.grid)
 
     def __enter__(self) -> TrainingRun:
+        self.callbacks = self._begin(self)
         return self
 
     def __exit__(
         self, kind: object, error: BaseException | None, trace: object
     ) -> None:
         self.watchdog.enter(Phase.SAVING)
-        # On all ranks alike.
-        if isinstance(error, BrokenData) and self.done > self.saved:
-            self._save(self.done)
-        if isinstance(error, Diverged | BrokenData | Corrupted):
-            self.saver.finish()
-        if isinstance(error, Diverged) and self.watch:
-            # a flipped bit may be the cause
-            self.watch.check(self.done + 1, again=True)
-        if isinstance(error, BrokenData):
-            kept = (
-                f"the run is saved after step {self.done}"
-                if self.done
-                else "no step was made"
-            )
-            if self.saver.problem:
-                kept = f"the state after step {self.done} could not be saved: {self.saver.problem}"
-            error.advice = (
-                f"{kept}; once that is done, the same command with --resume continues"
-            )
-        with self.recorder.keeping(MONITOR):
-            end_monitors(self.engine)
+        try:
+            self._end(error)
+        except EarlyEnd as bad:
+            if error is None:
+                self._end(bad)
+            raise
 
-    def fetch_next(self, step: int) -> float:
+    def _end(self, error: BaseException | None) -> None:
+        for callback in reversed(self.callbacks):
+            callback.end(error)
+
+    def begin_step(self, step: int) -> None:
+        """Begin a step by its wait for data."""
+        for work in self.before_step:
+            work(step)
+        self.watchdog.enter(Phase.DATA, step)
+        self._began = time.perf_counter()
+
+    def begin_computing(self) -> None:
+        """End the step's wait for its batch."""
+        self._waited = time.perf_counter() - self._began
+        self.watchdog.enter(Phase.COMPUTING)
+
+    def end_step(
+        self, step: int, read_outcome: Callable[[], StepRecord]
+    ) -> EarlyStop | None:
+        """Record a step and call all callbacks; return the early stop that was asked for.
+
+        The ranks report to each other while a GPU still computes; `read_outcome` waits for it. Raises an
+        EarlyEnd of a callback, or BrokenData if a rank cannot read the next step.
+        """
+        waited = self._waited + self._fetch_next(step)
+        hear_reports = self._send_report(waited)
+        outcome = read_outcome()
+        seconds = time.perf_counter() - self._began
+        self.watchdog.enter(Phase.COMPUTED)
+        self.reports = reports = hear_reports()
+        self.watchdog.enter(Phase.RECORDING)
+        busy = reports.rank_seconds
+        record = replace(outcome, seconds=seconds, data_seconds=waited, **busy)
+        self.recorder.step(record)
+        self.done = step
+        for callback in self.callbacks:
+            callback.after_step(record)
+        if step == self.recipe.steps:
+            return None
+        if reports.stopped:
+            return EarlyStop(reports.stopped, step, self.recipe.steps)
+        if reports.unreadable:
+            end_together(self._unreadable, self.grid.control_group)
+        return None
+
+    def _fetch_next(self, step: int) -> float:
         """Fetch the step after `step` of a stream, while a GPU computes; return the seconds of waiting."""
         started = time.perf_counter()
-        if step < self.recipe.steps:
+        if self.batches is not None and step < self.recipe.steps:
             with self.watchdog.aside(Phase.DATA):
                 self._unreadable = self.batches.fetch()
         return time.perf_counter() - started
 
-    def exchange(self, waited: float) -> StepExchange:
-        """Send this rank's report of a step to the others; it `waited` so many seconds for data.
+    def _send_report(self, waited: float) -> Callable[[], RankReports]:
+        """Send this rank's report of a step, whose data took `waited` seconds.
 
         A later request to stop is heard at the end of the next step.
         """
         with self.watchdog.aside(Phase.RECORDING):
-            stop = REASONS.index(self.stop.look())
-        every = self.recipe.run.save_every_minutes
-        overdue = every is not None and time.monotonic() - self._saved_at >= 60 * every
-        seconds = waited + self.clock.take()
-        unreadable = self._unreadable is not None
-        own = StepReport(stop, seconds, unreadable, self.saver.written, overdue)
-        return StepExchange(own, self.grid.control_group)
+            stop = REASONS.index(self._stop.look())
+        seconds = waited + self._clock.take()
+        more = {field: read() for field, read in self.reported.items()}
+        own = StepReport(stop, seconds, self._unreadable is not None, **more)
+        return send_report(own, self.grid.control_group)
 
-    def news(self, exchange: StepExchange) -> StepNews:
-        """Wait for the reports of all ranks, after this one has the outcome of its step."""
-        self.watchdog.enter(Phase.COMPUTED)
-        return exchange.wait()
-
-    def record(
-        self,
-        outcome: StepRecord,
-        seconds: float,
-        waited: float,
-        ranks: Mapping[str, Any],
-    ) -> None:
-        """Record and check an optimizer step. Raises Diverged or Corrupted.
-
-        `outcome`: the engine's figures; `seconds`: wall time, with the seconds `waited` for the batch;
-        `ranks`: `StepNews.rank_seconds`.
-        """
-        self.watchdog.enter(Phase.RECORDING)
-        record = replace(outcome, seconds=seconds, data_seconds=waited, **ranks)
-        step = record.step
-        self.recorder.step(record)
-        self._monitor(
-            "train", record, lr=record.lr, grad_norm=record.grad_norm, seconds=seconds
-        )
-        if self._profiler:
-            for problem in self._profiler.end(step):
-                self.recorder.say(f"WARNING: no trace of a rank: {problem}")
-        self.done = step
-        self.skipped.see(record)
-        self.bounds.see(record)
-        self.job.after_step(self, record)
-        if self.watch:
-            self.watch.check_if_due(step)
-
-    def _monitor(
-        self, group: str, outcome: StepRecord | Validation, **more: float | None
-    ) -> None:
-        """Give finite values to DeepSpeed's monitor, which has the rate alone by itself."""
-        monitor = self.engine.monitor
-        if monitor.enabled:
-            values = {"loss": outcome.loss, **outcome.parts, **more}
-            at = self.engine.global_samples
-            known = (
-                (f"{group}/{name}", finite(value), at) for name, value in values.items()
-            )
-            monitor.write_events([event for event in known if event[1] is not None])
-
-    def validate_if_due(self, step: int) -> None:
-        """Validate every run.validate_every steps and after the last, followed by the test split."""
-        self.watchdog.enter(Phase.VALIDATING)
-        last = step == self.recipe.steps
-        if not (last or due(step, self.recipe.run.validate_every)):
-            return
-        found = self.validate(self.held_out)
-        self.recorder.validation(step, found)
-        self._monitor("validation", found)
-        if last and self.corpus.test is not None:
-            tested = held_out_batches(self.corpus.test, self.job.plan, self.grid)
-            self.recorder.validation(step, self.validate(tested), "test")
-        if self.corpus.skipped:
-            self._report_skipped_records()
-
-    def save_if_due(self, step: int, news: StepNews) -> None:
-        """Save every run.save_every steps and run.save_every_minutes, at the end and at a stop.
-
-        Training goes on while files are written; at its end it waits for the disk, before anything that may
-        fail.
-        """
-        last = step == self.recipe.steps
-        run = self.recipe.run
-        self.watchdog.enter(Phase.SAVING)
-        if news.written:
-            self.saver.complete()
-        if (
-            news.stopped
-            or (last and run.save_last)
-            or due(step, run.save_every)
-            or news.overdue
-        ):
-            self._save(step)
-        elif last and self.watch:
-            self.watch.check(step, again=True)
-        if news.stopped or last:
-            self.saver.finish()
-
-    def end_if_due(self, step: int, news: StepNews) -> EarlyStop | None:
-        """Return the early stop that was asked for.
-
-        Raises NotSavedError if the last checkpoint could not be written, BrokenData if a rank cannot read the
-        next step, Diverged if the last loss is far above the first.
-        """
-        if self.saver.problem and (news.stopped or step == self.recipe.steps):
-            raise NotSavedError(self.saver.problem)
-        if step == self.recipe.steps:
-            self.bounds.check_end()
-        if step < self.recipe.steps and news.stopped:
-            return EarlyStop(news.stopped, step, self.recipe.steps)
-        if step < self.recipe.steps and news.unreadable:
-            end_together(self._unreadable, self.grid.control_group)
-        if self._profiler:
-            self._profiler.begin(step + 1)
-        return None
-
-    def _save(self, step: int) -> None:
-        progress = replace(self.state.progress(), step=step)
-        self.saver.save(
-            progress,
-            self.batches.state(),
-            checksum(self.corpus),
-            self._known_loss,
-            self._next_step(),
-        )
-        if self.watch:
-            try:
-                # after the copy, which is sound if the state still is
-                self.watch.check(step, again=True)
-            except Corrupted:
-                self.saver.discard()
-                raise
-        self.saved = step
-        self._saved_at = time.monotonic()
-
-    def _next_step(self) -> int | None:
+    def next_step(self) -> int | None:
+        """Return the sum of the next step's batch and dropout; None where it cannot be read."""
         # no stream has to answer for the last checkpoint
         if self.done < self.recipe.steps or self.corpus.train.random_access:
             return next_step(self.job.plan, self.batches, self.grid, self.done)
         return None
-
-    def _known_loss(self) -> KnownLoss | None:
-        loss = finite(self._sample_loss(self._sample))
-        batch = {name: values.tolist() for name, values in self._sample.items()}
-        if loss is None:
-            return None
-        from launch.checkpoints.manifest import KnownLoss
-
-        return KnownLoss(loss, self.job.plan.precision, batch)
-
-    def _sample_loss(self, sample: MicroBatch) -> float:
-        return sample_loss(
-            self.engine, sample, self.grid, self.forward, compiled=self.job.compiled
-        )
-
-    def _prove(self, checkpoint: Checkpoint, *, weights: bool) -> None:
-        """Prove that the engine holds what was read of a checkpoint. Raises FileError on all ranks."""
-        from launch.checkpoints import proof
-
-        sample = proof.ProofSample(
-            self.recipe,
-            self.job.plan.precision,
-            self._sample,
-            self._sample_loss,
-            self._next_step,
-        )
-        proof.check(self.state, checkpoint, sample, self.recorder.say, weights=weights)
-
-    def _report_skipped_records(self) -> None:
-        """Name the broken stream records that were skipped on any rank since the last call."""
-        own = [each for skipped in self.corpus.skipped for each in skipped.found()]
-        found = sorted(processes.texts_of_all(own, self.grid.control_group))
-        new = [each for each in found if each not in self._reported]
-        if new:
-            self._reported.update(new)
-            self.recorder.say(
-                f"data.broken_records=skip: {SkippedRecords.describe(new)}"
-            )
-
-    def validate(self, held_out: Sequence[Sequence[MicroBatch]]) -> Validation:
-        return validate(self.engine, held_out, self.grid, self.forward)
 
 
 class ForwardClock:
@@ -441,18 +286,6 @@ def next_batch(batches: StepBatches) -> list[MicroBatch]:
             f"there is no batch for step {batches.step + 1}: {what}\nWhat a run reads must stay as it is, "
             "and readable, until it ends; --resume continues from the newest complete checkpoint"
         ) from e
-
-
-def held_out_batches(
-    samples: HeldOut, plan: Plan, grid: ProcessGrid
-) -> Sequence[Sequence[MicroBatch]]:
-    """Return this rank's batches of a held-out split."""
-    layout = plan.layout
-    # No more micro-batches than the samples fill: a validation step may be shorter than a training step.
-    passes = min(
-        layout.accumulation, math.ceil(len(samples) / (layout.micro * layout.dp))
-    )
-    return validation_batches(samples, layout.micro, passes, layout.dp, grid.at.dp)
 
 
 def checksum(corpus: Corpus) -> str:

@@ -15,10 +15,10 @@ transformers'. Inputs and records are ours, so that such a run is comparable wit
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -37,13 +37,13 @@ from launch.deepspeed_fixes.freed_gradients import keep_while_reduced
 from launch.deepspeed_fixes.loss_scale import postpone_growth
 from launch.machine import compiled_ops
 from launch.ranks import ending, processes
-from launch.ranks.watchdog import Phase, Watchdog
+from launch.ranks.watchdog import Watchdog
+from launch.training import callbacks, micro_batches, transformers_model
 from launch.training import engine as steps
-from launch.training import micro_batches, transformers_model
 from launch.training.early_ends import EarlyEnd, EarlyStop, StopRequest
 from launch.training.engine import parameter_groups
 from launch.training.micro_batches import training_batches
-from launch.training.run import Start, TrainingRun, next_batch, run_watchdog
+from launch.training.run import Callback, Start, TrainingRun, next_batch, run_watchdog
 from launch.training.schedule import LearningRateSchedule
 from modeling.parallel.cross_entropy import weighted_loss
 from modeling.parallel.layers import seed_step
@@ -64,13 +64,14 @@ def train(start: Start) -> EarlyStop | None:
         batches = training_batches(plan, start.corpus, start.grid, start.checkpoint)
         around.stack.enter_context(contextlib.closing(batches))
 
-        def begin(engine: DeepSpeedEngine) -> TrainingRun:
-            own = (around.stop, around.watchdog, forward)
-            run = TrainingRun(start, engine, batches, *own)
-            return around.stack.enter_context(run)
-
         trainer = RecipeTrainer(
-            batches, start, around, begin, model=model, args=arguments
+            start,
+            around,
+            callbacks.begin,
+            batches,
+            forward,
+            model=model,
+            args=arguments,
         )
         trainer.train()
     return trainer.stopped
@@ -140,36 +141,41 @@ def training_arguments(plan: Plan, directory: str, **more: Any) -> TrainingArgum
 
 
 class RecordedTrainer(Trainer, TrainerCallback):
-    """Trainer with the recipe's groups of parameters and schedule, which reports its steps to a run.
-
-    Once it has the engine, `begin` makes the run: a `TrainingRun`, or what has its methods after a step.
-    """
+    """Trainer with the recipe's groups of parameters and schedule, in whose steps a `TrainingRun` is called."""
 
     # Accelerate puts stand-ins and DeepSpeed's engine where Trainer's annotations promise torch's classes.
     model_wrapped: Any
     optimizer: Any
     lr_scheduler: Any
-    run: Any
+    run: TrainingRun
 
     def __init__(
         self,
         start: Start,
         surroundings: Surroundings,
-        begin: Callable[[DeepSpeedEngine], Any],
+        begin: Callable[[TrainingRun], Sequence[Callback]],
+        batches: StepBatches | None = None,
+        forward: steps.Forward = steps.forward,
         **arguments: Any,
     ) -> None:
+        """Take what `TrainingRun` takes but the engine, which Trainer makes, and `arguments` of Trainer."""
         super().__init__(**arguments)
         self.remove_callback(PrinterCallback)
         self.add_callback(self)
-        self.begin = begin
+        self.of_run = (begin, batches, forward)
+        self.batches: Any = batches
         self.start = start
         self.recipe = start.job.plan.recipe
-        self.enter = surroundings.stack.enter_context
+        self.around = surroundings
         self.watchdog = surroundings.watchdog
+        self.within = contextlib.ExitStack()  # of the run
         self.losses: list[torch.Tensor] = []  # of the micro-batches of the current step
-        # wall time when the step began; seconds it waited for its batch
-        self.started = self.waited = 0.0
         self.stopped: EarlyStop | None = None  # how the run was stopped early
+
+    def train(self, *given: Any, **how: Any) -> Any:
+        """Train, and end the run."""
+        with self.within:
+            return super().train(*given, **how)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         engine = self.model_wrapped
@@ -177,40 +183,34 @@ class RecordedTrainer(Trainer, TrainerCallback):
             postpone_growth(engine)
         keep_while_reduced(engine.optimizer)
         self.start.recorder.mark("engine")
-        self.enter(steps.release_at_end(engine))
-        self.enter(ending.keep_error_of_block(self.start.job.directory, but=EarlyEnd))
-        self.run = self.begin(engine)
-        state.global_step = self.start.done
+        start = self.start
+        around = self.around
+        around.stack.enter_context(steps.release_at_end(engine))
+        keeping = ending.keep_error_of_block(start.job.directory, but=EarlyEnd)
+        around.stack.enter_context(keeping)
+        run = TrainingRun(start, engine, around.stop, around.watchdog, *self.of_run)
+        self.run = self.within.enter_context(run)
+        state.global_step = start.done
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.before = steps.state_before_step(self.model_wrapped)
         self.losses.clear()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        run = self.run
-        step = state.global_step
         means = torch.stack(self.losses).mean(0).view(-1)
         figures = steps.HostCopy(steps.data_parallel_mean(means, self.start.grid))
-        waited = self.waited + run.fetch_next(step)
-        exchange = run.exchange(waited)
-        outcome = steps.read_outcome(self.model_wrapped, self.before, figures)
-        seconds = time.perf_counter() - self.started
-        news = run.news(exchange)
-        run.record(outcome, seconds, waited, news.rank_seconds)
-        run.save_if_due(step, news)
-        run.validate_if_due(step)
-        self.stopped = run.end_if_due(step, news)
+        of_step = (self.model_wrapped, self.before, figures)
+        read_outcome = functools.partial(steps.read_outcome, *of_step)
+        self.stopped = self.run.end_step(state.global_step, read_outcome)
         control.should_training_stop |= self.stopped is not None
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], None]:
         """Return the micro-batches of one step, uncounted: the loss of each is a mean already."""
-        self.watchdog.enter(Phase.DATA, self.state.global_step + 1)
-        self.started = time.perf_counter()
+        self.run.begin_step(self.state.global_step + 1)
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        self.waited = time.perf_counter() - self.started
-        self.watchdog.enter(Phase.COMPUTING)
+        self.run.begin_computing()
         assert len(batches) == num_batches, (
             f"{len(batches)} micro-batches of {num_batches}"
         )
@@ -242,10 +242,6 @@ class RecordedTrainer(Trainer, TrainerCallback):
 
 class RecipeTrainer(RecordedTrainer):
     """Trainer on the recipe's batches and loss."""
-
-    def __init__(self, batches: StepBatches, *given: Any, **arguments: Any) -> None:
-        super().__init__(*given, **arguments)
-        self.batches = batches
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         super().on_step_begin(args, state, control)

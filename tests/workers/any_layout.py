@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
-from unittest import mock
 
 from launch.console import terminal
 from launch.machine import description
@@ -29,7 +29,7 @@ from launch.records.facts import RunFacts, SilentRecorder  # noqa: E402
 from launch.training import loop  # noqa: E402
 from launch.training.job import Job  # noqa: E402
 from launch.training.micro_batches import training_batches  # noqa: E402
-from launch.training.run import Start, TrainingRun  # noqa: E402
+from launch.training.run import Start  # noqa: E402
 from modeling.parallel.process_grid import ProcessGrid  # noqa: E402
 from recipes import catalog  # noqa: E402
 
@@ -73,14 +73,17 @@ def go_to(run, checkpoint) -> None:
 def train_then(start, after) -> None:
     """Train, and give the run after its last step to `after`. Collective."""
 
-    class Observed(TrainingRun):
-        def __exit__(self, kind, *rest):
-            if kind is None:
-                after(self)
-            return super().__exit__(kind, *rest)
+    class AtEnd:
+        def __init__(self, run):
+            self.run = run
 
-    with mock.patch.object(loop, "TrainingRun", Observed):
-        loop.train(start)
+        def after_step(self, record): ...
+
+        def end(self, error):
+            if error is None:
+                after(self.run)
+
+    loop.train(replace(start, job=replace(start.job, callbacks=(AtEnd,))))
 
 
 def train(out: Path, case: dict, steps: int, source: str | None) -> None:

@@ -13,6 +13,7 @@ import json
 import random
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 from launch.console import terminal
 from launch.machine import description
@@ -27,7 +28,7 @@ from data.corpus import build  # noqa: E402
 from ds_configs.resolver import resolve  # noqa: E402
 from launch.checkpoints.engine_state import EngineState  # noqa: E402
 from launch.experiments.parity.groups import temporary_groups  # noqa: E402
-from launch.records.facts import RunFacts  # noqa: E402
+from launch.records.facts import RunFacts, StepRecord  # noqa: E402
 from launch.training.early_ends import Corrupted, Diverged  # noqa: E402
 from launch.training.engine import build_engine, release_at_end, train_step  # noqa: E402
 from launch.training.job import Job  # noqa: E402
@@ -77,7 +78,11 @@ class Trials:
     def watch_anew(self) -> None:
         self.engine._take_model_step = self.take_step
         self.checked = self.step
-        self.watch = NumberWatch(self.state, self.batches, self.grid, self.plan.recipe, self.step, print)
+        run = SimpleNamespace(
+            state=self.state, batches=self.batches, grid=self.grid, recipe=self.plan.recipe, done=self.step,
+            recorder=SimpleNamespace(say=print),
+        )  # fmt: skip
+        self.watch = NumberWatch(run)
         before = self.engine._take_model_step
 
         def take_step(*how: object) -> None:
@@ -105,7 +110,7 @@ class Trials:
         except Diverged:  # then a run checks at once
             self.watch.check(self.step, again=True)
             self.checked = self.step
-        self.watch.check_if_due(self.step)
+        self.watch.after_step(StepRecord(self.step, 1.0, False))
         if self.step % EVERY == 0:
             self.checked = self.step
 

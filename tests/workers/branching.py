@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 from launch.console import terminal
 from launch.machine import description
@@ -46,8 +47,11 @@ class Records(SilentRecorder):
     def validation(self, step, outcome, kind="validation"):
         self.validations[step] = outcome.loss
 
-    def keep(self, run, record):
-        self.batches[record.step] = run.batches.digest(record.step - 1)
+    def kept(self, run):
+        def keep(record):
+            self.batches[record.step] = run.batches.digest(record.step - 1)
+
+        return SimpleNamespace(after_step=keep, end=lambda error: None)
 
 
 def train(out: Path, plan: Plan) -> None:
@@ -62,9 +66,8 @@ def train(out: Path, plan: Plan) -> None:
     chosen = None
     if plan.recipe.branch:
         chosen = branching.choose(plan.recipe, grid, checksum(corpus)).checkpoint
-    train_run(
-        Start(Job(RunFacts(plan, out.name), out, after_step=records.keep), records, corpus, grid, chosen)
-    )
+    job = Job(RunFacts(plan, out.name), out, callbacks=(records.kept,))
+    train_run(Start(job, records, corpus, grid, chosen))
     if processes.rank() == 0:
         (out / "losses.json").write_text(json.dumps(vars(records)))
 

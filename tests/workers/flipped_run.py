@@ -7,18 +7,18 @@ import torch
 from launch import pretrain
 from launch.checkpoints.manifest import WEIGHT
 from launch.ranks import processes
-from launch.training.run import TrainingRun
+from launch.training.saves import Saves
 
-save_if_due = TrainingRun.save_if_due
+after_step = Saves.after_step
 
 
-def flip_before(self, step, news):
-    if step == 10 and processes.rank() == 1:
-        buffer = next(each for each in self.state.buffers() if each.kind == WEIGHT)
+def flip_before(self, record):
+    if record.step == 10 and processes.rank() == 1:
+        buffer = next(each for each in self._run.state.buffers() if each.kind == WEIGHT)
         buffer.tensors[0].detach().view(-1).view(torch.uint8)[12345] ^= 4
-    save_if_due(self, step, news)
+    after_step(self, record)
 
 
-TrainingRun.save_if_due = flip_before
+Saves.after_step = flip_before
 sys.argv[0] = pretrain.__file__
 pretrain.main()

@@ -29,6 +29,7 @@ from launch.ranks import ending, processes
 from launch.records.facts import RunFacts
 from launch.training.job import Job
 from launch.training.run import Start
+from launch.training.validations import Validations
 from modeling.parallel.process_grid import ProcessGrid
 from recipes.files import FileError
 
@@ -270,7 +271,7 @@ def prove(run, checkpoint, fault):
     if fault == "dropout of the step before":
         run.done -= 1
     try:
-        run._prove(checkpoint, weights="initial weights" in fault)
+        Validations(run).prove(checkpoint, weights="initial weights" in fault)
     except FileError as error:
         return str(error)
     return run.recorder.said[-1] if fault.startswith("without") else None

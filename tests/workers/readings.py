@@ -22,6 +22,7 @@ from launch.ranks import ending, processes
 from launch.records.facts import RunFacts
 from launch.training.job import Job
 from launch.training.run import Start
+from launch.training.validations import Validations
 from modeling.parallel.process_grid import ProcessGrid
 from recipes.files import FileError
 from recipes.problems import ProblemsError
@@ -35,7 +36,7 @@ def refusal_of(run, checkpoint):
     try:
         reading.load(run.state, checkpoint)
         any_layout.go_to(run, checkpoint)
-        run._prove(checkpoint, weights=False)
+        Validations(run).prove(checkpoint, weights=False)
     except FileError as error:
         return str(error)
     return None

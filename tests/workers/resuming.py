@@ -26,6 +26,7 @@ from launch.records.facts import RunFacts, SilentRecorder  # noqa: E402
 from launch.training.job import Job  # noqa: E402
 from launch.training.loop import train as train_run  # noqa: E402
 from launch.training.run import Start, checksum  # noqa: E402
+from launch.training.saves import Saves  # noqa: E402
 from modeling.parallel.process_grid import ProcessGrid  # noqa: E402
 from recipes import catalog  # noqa: E402
 
@@ -48,15 +49,23 @@ class Records(SilentRecorder):
             raise Interrupted
 
 
-def wait_for_the_disk(run, outcome) -> None:
+class WaitForTheDisk:
     """A slow one does not decide which checkpoint is the newest when the run fails."""
-    if run.saver._pending:
-        run.saver._pending.written.exception()
+
+    def __init__(self, run):
+        self.run = run
+
+    def after_step(self, record):
+        pending = next(each.saver._pending for each in self.run.callbacks if isinstance(each, Saves))
+        if pending:
+            pending.written.exception()
+
+    def end(self, error): ...
 
 
 def train(plan, directory: Path, resume: bool, fails_after: int | None = None) -> dict:
     records = Records(fails_after)
-    job = Job(RunFacts(plan, directory.name), directory, after_step=wait_for_the_disk)
+    job = Job(RunFacts(plan, directory.name), directory, callbacks=(WaitForTheDisk,))
     corpus = build(plan.recipe, say=records.say)
     grid = ProcessGrid(plan.layout.tp, plan.layout.pp, plan.layout.dp)
     saved = (

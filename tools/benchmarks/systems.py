@@ -20,7 +20,7 @@ from launch.machine.memory import peak_memory
 from launch.ranks import processes
 from launch.records.facts import RunFacts
 from launch.training import compiling
-from launch.training.agreement import StepExchange, StepReport
+from launch.training.agreement import StepReport, send_report
 from launch.training.engine import (
     build_engine,
     initialize,
@@ -166,9 +166,9 @@ class Ours(MeasuredSystem):
     def step(self) -> Work:
         batches, work = self.take()
         read_outcome = train_step(self.engine, batches, self.grid, self.dropout_seeds())
-        telling = StepExchange(StepReport(), self.grid.control_group)
+        hear = send_report(StepReport(), self.grid.control_group)
         self.loss = read_outcome().loss
-        telling.wait()
+        hear()
         return work
 
 

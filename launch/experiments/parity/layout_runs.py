@@ -97,7 +97,7 @@ def run_case(
 ) -> None:
     """Train one case. A failure ends the launch with a traceback; a divergence is only recorded."""
     from data.corpus import build
-    from launch.experiments.parity.gradients import save_first_gradients as after_step
+    from launch.experiments.parity.gradients import FirstGradients
     from launch.records import vocabulary
     from launch.records.admission import admit
     from launch.records.facts import Ending, Entropies, RunFacts, SilentRecorder
@@ -112,7 +112,7 @@ def run_case(
     plan = case_plan(recipe, case, machine)
     facts = RunFacts(plan, case.name, original=recipe)
     compiled = case.compiled_from is not None
-    job = Job(facts, directory, compiled=compiled, after_step=after_step)
+    job = Job(facts, directory, compiled=compiled, callbacks=(FirstGradients,))
     corpus = build(recipe, say=lambda text: None)
     recorder = SilentRecorder()
     if rank() == 0:

@@ -31,7 +31,7 @@ def test_reports_are_exchanged_by_the_name_of_torch_before_2_13(monkeypatch):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         own = module["StepReport"](1, 0.5, written=True)
-        assert module["StepExchange"](own, dist.group.WORLD).wait().table.tolist() == [[*own]]
+        assert module["send_report"](own, dist.group.WORLD)().table.tolist() == [[*own]]
     finally:
         dist.destroy_process_group()
 
@@ -39,10 +39,10 @@ def test_reports_are_exchanged_by_the_name_of_torch_before_2_13(monkeypatch):
 def test_the_news_of_a_step_are_read_from_its_table():
     reports = [StepReport(own_seconds=s, written=True) for s in (4.0, 1.0, 2.0, 9.0)]
     reports[2] = StepReport(REASONS.index("SIGTERM"), 2.0, unreadable=True, overdue=True)
-    news = agreement.StepNews(torch.tensor(reports, dtype=torch.float64))
+    news = agreement.RankReports(torch.tensor(reports, dtype=torch.float64))
     assert list(news.rank_seconds.values()) == [1.0, 3.0, 9.0, 3]
     assert news.stopped == "SIGTERM" and news.unreadable and not news.written and not news.overdue
-    alone = agreement.StepNews(torch.tensor([reports[0]], dtype=torch.float64))
+    alone = agreement.RankReports(torch.tensor([reports[0]], dtype=torch.float64))
     assert not alone.rank_seconds and alone.stopped is None and alone.written and not alone.unreadable
 
 
@@ -51,7 +51,7 @@ def test_the_news_of_4096_ranks_are_no_list_of_reports(monkeypatch):
     made = []
     monkeypatch.setattr(StepReport, "__new__", lambda cls, *of: made.append(of))
     monkeypatch.setattr(torch.Tensor, "tolist", lambda x: made.append(x))
-    news = agreement.StepNews(torch.zeros(4096, len(StepReport._fields), dtype=torch.float64))
+    news = agreement.RankReports(torch.zeros(4096, len(StepReport._fields), dtype=torch.float64))
     news.rank_seconds, news.stopped, news.unreadable, news.written, news.overdue  # noqa: B018
     assert not made
 

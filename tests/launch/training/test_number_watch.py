@@ -13,8 +13,9 @@ from data.bit_sums import BLOCK, WORD, block_sums
 from launch.records.facts import Corruption, StepRecord
 from launch.records.metrics import read_metrics
 from launch.records.result import read_result
-from launch.training.early_ends import Corrupted, Diverged, FigureBounds
-from launch.training.number_watch import Details, NumberReport, corruptions, interval, witnesses
+from launch.training.early_ends import Corrupted, Diverged
+from launch.training.figure_bounds import FigureBounds
+from launch.training.number_watch import Details, NumberReport, NumberWatch, corruptions, interval, witnesses
 
 PRETRAIN = ROOT / "launch/pretrain.py"
 LAYOUTS = {  # name -> ds_config, tp, pp, dp
@@ -217,26 +218,41 @@ def outcome(step, loss, norm=1.0):
 
 def test_a_figure_far_above_is_said_once_and_warm_up_never():
     said = []
-    bounds = FigureBounds(said.append)
+    bounds = FigureBounds(SimpleNamespace(recorder=SimpleNamespace(say=said.append)))
     for step in range(1, 200):
-        bounds.see(outcome(step, 3 + 7 * 0.98**step + 0.1 * (step % 5), 4 * 0.97**step + 0.5))
+        bounds.after_step(outcome(step, 3 + 7 * 0.98**step + 0.1 * (step % 5), 4 * 0.97**step + 0.5))
     assert said == []
     for step in range(200, 210):
-        bounds.see(outcome(step, 30.0, 800.0))
+        bounds.after_step(outcome(step, 30.0, 800.0))
     assert len(said) == 1 and said[0].startswith(
         "WARNING: the loss of step 200 is 30, far above the usual 3."
     )
 
 
 def test_a_last_loss_far_above_the_first_is_no_end():
-    bounds = FigureBounds(print)
+    run = SimpleNamespace(recorder=SimpleNamespace(say=print), recipe=SimpleNamespace(steps=20), done=20)
+    bounds = FigureBounds(run)
     for step in range(20):
-        bounds.see(outcome(step, 9.0))
-    bounds.check_end()
+        bounds.after_step(outcome(step, 9.0))
+    bounds.end(None)
     for step in range(20, 30):
-        bounds.see(outcome(step, 1.3e36))
+        bounds.after_step(outcome(step, 1.3e36))
+    bounds.end(KeyboardInterrupt())
+    run.recipe.steps = 30
+    bounds.end(None)  # after a stop
+    run.done = 30
     with pytest.raises(Diverged, match=r"was 9 at first and is 1\.3e\+36"):
-        bounds.check_end()
+        bounds.end(None)
+
+
+def test_numbers_are_checked_once_more_where_the_loss_is_lost(monkeypatch):
+    looked = []
+    monkeypatch.setattr(NumberWatch, "__init__", lambda watch, run: vars(watch).update(_run=run))
+    monkeypatch.setattr(NumberWatch, "check", lambda watch, step, again: looked.append((step, again)))
+    watch = NumberWatch(SimpleNamespace(done=4))
+    for error in (None, KeyboardInterrupt(), Diverged("up")):
+        watch.end(error)
+    assert looked == [(5, True)]
 
 
 def test_the_message_names_rank_machine_and_tensors():

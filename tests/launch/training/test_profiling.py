@@ -13,6 +13,7 @@ from launching import run_ranks
 from recorded import outcome, plan, recipe, recorder
 from torch import nn
 
+from launch.records.facts import StepRecord
 from launch.records.metrics import read_metrics
 from launch.records.result import steady_seconds
 from launch.training import profiling
@@ -25,20 +26,32 @@ class MLP(nn.Linear):
     pass
 
 
+def run_of(engine, steps, directory):
+    """Return a run with this much of it, and what it says."""
+    said = []
+    run = SimpleNamespace(
+        engine=engine, before_step=[], grid=SimpleNamespace(control_group=None),
+        recipe=SimpleNamespace(run=SimpleNamespace(profiled=steps)),
+        job=SimpleNamespace(directory=directory), recorder=SimpleNamespace(say=said.append),
+    )  # fmt: skip
+    return run, said
+
+
 def test_a_profile_leaves_a_trace_and_no_hook(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
     monkeypatch.setattr(profiling.processes, "texts_of_all", lambda own, group: [*filter(None, own)])
     module = nn.Sequential(MLP(300, 300), nn.Dropout(0.5))
     engine = SimpleNamespace(module=module, optimizer=torch.optim.AdamW(module.parameters()))
-    stepped, grid = engine.optimizer.step, SimpleNamespace(control_group=None)
-    profiler = profiling.StepProfiler(engine, range(2, 4), grid, tmp_path / "profile")
-    found = []
+    stepped = engine.optimizer.step
+    run, said = run_of(engine, range(2, 4), tmp_path)
+    profiler = profiling.StepProfiler(run)
+    (begin,) = run.before_step
     for step in range(1, 5):
-        profiler.begin(step)
+        begin(step)
         module(torch.randn(300, 300)).sum().backward()
         engine.optimizer.step()
-        found.append(profiler.end(step))
-    assert found == [[], [], [], []]
+        profiler.after_step(StepRecord(step, 1.0, False))
+    assert said == []
     assert not module[0]._forward_hooks and engine.optimizer.step == stepped
     with gzip.open(tmp_path / "profile" / "steps-2-3-rank-3.json.gz") as file:
         events = json.load(file)["traceEvents"]
@@ -52,11 +65,11 @@ def test_a_full_disk_costs_the_trace_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(profiling.processes, "texts_of_all", lambda own, group: [*filter(None, own)])
     engine = SimpleNamespace(module=MLP(3, 3), optimizer=torch.optim.SGD([torch.zeros(1)]))
     (tmp_path / "profile").write_text("no folder")
-    profiler = profiling.StepProfiler(
-        engine, range(1, 2), SimpleNamespace(control_group=None), tmp_path / "profile"
-    )
-    profiler.begin(1)
-    assert str(tmp_path / "profile") in profiler.end(1)[0]
+    run, said = run_of(engine, range(1, 2), tmp_path)
+    profiler = profiling.StepProfiler(run)
+    run.before_step[0](1)
+    profiler.after_step(StepRecord(1, 1.0, False))
+    assert said[0].startswith(f"WARNING: no trace of a rank: {tmp_path / 'profile'}")
 
 
 def test_a_trace_is_named_by_the_steps_that_it_holds(tmp_path, monkeypatch):
@@ -64,11 +77,13 @@ def test_a_trace_is_named_by_the_steps_that_it_holds(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     monkeypatch.setattr(profiling.processes, "texts_of_all", lambda own, group: [*filter(None, own)])
     engine = SimpleNamespace(module=MLP(3, 3), optimizer=torch.optim.SGD([torch.zeros(1)]))
-    profiler = profiling.StepProfiler(engine, range(5, 9), SimpleNamespace(control_group=None), tmp_path)
+    run, said = run_of(engine, range(5, 9), tmp_path)
+    profiler = profiling.StepProfiler(run)
     for step in (7, 8):
-        profiler.begin(step)
-        assert profiler.end(step) == []
-    assert [file.name for file in tmp_path.iterdir()] == ["steps-7-8-rank-0.json.gz"]
+        run.before_step[0](step)
+        profiler.after_step(StepRecord(step, 1.0, False))
+    assert said == []
+    assert [file.name for file in (tmp_path / "profile").iterdir()] == ["steps-7-8-rank-0.json.gz"]
 
 
 def test_a_recorder_leaves_profiled_steps_out_of_speeds(tmp_path):

@@ -10,11 +10,12 @@ from launch.checkpoints.manifest import Progress
 from launch.checkpoints.run_checkpoints import Checkpoint
 from launch.ranks.watchdog import LONG, Phase, Watchdog
 from launch.records.facts import SilentRecorder, StepRecord
-from launch.training import loop, micro_batches
+from launch.training import callbacks, loop, micro_batches, saves, validations
 from launch.training import run as runs
-from launch.training.agreement import StepNews, StepReport
-from launch.training.early_ends import REASONS, STUCK_STEPS, BrokenData, Diverged, SkipCounter
+from launch.training.agreement import RankReports, StepReport
+from launch.training.early_ends import BrokenData, Corrupted, Diverged, EarlyStop, NotSavedError
 from launch.training.run import Start, TrainingRun
+from launch.training.skipped_steps import STUCK_STEPS, SkipCounter
 from recipes import catalog
 
 
@@ -27,7 +28,12 @@ class Events(SilentRecorder):
     """A recorder that keeps what happened, and in which order."""
 
     def __init__(self):
-        self.seen = []
+        self.seen, self.other = [], None  # the report of another rank; None: there is none
+
+    def heard(self, own):
+        self.own = own
+        reports = [own, *([self.other] if self.other else [])]
+        return lambda: RankReports(torch.tensor(reports, dtype=torch.float64))
 
     def step(self, record):
         self.seen.append(("step", record.step))
@@ -59,52 +65,51 @@ class FakeSaver:
 def start(monkeypatch):
     """Makes a run of 6 steps whose engine, data and checkpoints are not there; `events` has what it does."""
     monkeypatch.setattr(runs, "ForwardClock", lambda *how: SimpleNamespace(take=lambda: 0.25))
-    monkeypatch.setattr(runs, "StepExchange", lambda own, group: own)
-    monkeypatch.setattr(runs, "held_out_batches", lambda samples, plan, grid: samples)
-    monkeypatch.setattr(runs, "validate", lambda engine, samples, grid, forward: samples)
-    monkeypatch.setattr(runs, "short_sample", lambda held_out, recipe: {})
+    monkeypatch.setattr(validations.Validations, "_batches_of", lambda self, samples: samples)
+    monkeypatch.setattr(validations, "validate", lambda engine, samples, grid, forward: samples)
+    monkeypatch.setattr(validations, "short_sample", lambda held_out, recipe: {})
     monkeypatch.setattr("launch.checkpoints.reading.load", lambda engine, checkpoint: None)
-    monkeypatch.setattr(TrainingRun, "_prove", lambda run, checkpoint, weights: None)
-    monkeypatch.setattr(TrainingRun, "_next_step", lambda run: None)
+    monkeypatch.setattr(validations.Validations, "prove", lambda *of, weights: None)
+    monkeypatch.setattr(TrainingRun, "next_step", lambda run: None)
 
-    def made(*overrides, test=None, checkpoint=None):
+    def made(*overrides, test=None, checkpoint=None, more=()):
         events = Events()
-        monkeypatch.setattr(runs, "Saver", lambda *of: FakeSaver(events))
+        monkeypatch.setattr(saves, "Saver", lambda *of: FakeSaver(events))
+        monkeypatch.setattr(runs, "send_report", lambda own, group: events.heard(own))
         state = SimpleNamespace(progress=lambda: Progress(0, 0, 0))
-        monkeypatch.setattr(runs, "EngineState", lambda *of: state)
+        monkeypatch.setattr("launch.checkpoints.engine_state.EngineState", lambda *of: state)
         off = ("run.validate_every=0", "run.save_every=0", "run.check_every=0")
         recipe = catalog.load(overrides=[*off, *overrides], steps=6)
         plan = SimpleNamespace(recipe=recipe, precision="fp32")
-        job = SimpleNamespace(
-            plan=plan, after_step=lambda run, record: None, checkpoints=None, initial_weights=None
-        )
+        job = SimpleNamespace(plan=plan, callbacks=more, checkpoints=None, initial_weights=None)
         summary = {"train_tokens_crc32": "0"}
         corpus = SimpleNamespace(validation="held out", test=test, summary=summary, skipped=())
-        batches, grid = SimpleNamespace(state=dict), SimpleNamespace(control_group=None)
-        schedule = SimpleNamespace(state_dict=lambda: {"completed": 0})
-        monitor = SimpleNamespace(enabled=False)
-        engine = SimpleNamespace(lr_scheduler=schedule, skipped_steps=0, monitor=monitor)
-        start, stop = Start(job, events, corpus, grid, checkpoint), SimpleNamespace(look=lambda: "")
-        return TrainingRun(start, engine, batches, stop, Watchdog(None, 60)), events
+        batches = SimpleNamespace(state=dict, fetch=lambda: None)
+        monitor = SimpleNamespace(enabled=False, write_events=None)
+        engine = SimpleNamespace(monitor=monitor)
+        start = Start(job, events, corpus, SimpleNamespace(control_group=None), checkpoint)
+        stop = SimpleNamespace(look=lambda: "")
+        run = TrainingRun(start, engine, stop, Watchdog(None, 60), callbacks.begin, batches)
+        run.__enter__()
+        run._begin = lambda run: run.callbacks  # which are there
+        return run, events
 
     return made
 
 
-def heard(*reports):
-    """What the ranks hear of a step."""
-    return StepNews(torch.tensor(reports, dtype=torch.float64))
+def step(run, number, **figures):
+    return run.end_step(number, lambda: outcome(number, **figures))
 
 
-def news(stopped=None):
-    """The same, of one rank."""
-    return heard(StepReport(REASONS.index(stopped or "")))
+def saver_of(run):
+    return next(each.saver for each in run.callbacks if isinstance(each, saves.Saves))
 
 
 def saved_steps(start, *overrides, stopped_at=None):
     run, events = start(*overrides)
-    for step in range(1, 7):
-        run.save_if_due(step, news(stopped="SIGTERM" if step == stopped_at else None))
-        if step == stopped_at:
+    for number in range(1, 7):
+        run._stop.look = lambda at=number: "SIGTERM" if at == stopped_at else ""
+        if step(run, number):
             break
     return [step for _, step in events.of("save")]
 
@@ -120,84 +125,88 @@ def test_the_last_checkpoint_can_be_left_out_and_a_stop_still_saves(start):
 
 def test_a_run_validates_its_initial_weights_every_so_often_and_at_its_end(start):
     run, events = start("run.validate_every=4")
-    for step in range(1, 7):
-        run.validate_if_due(step)
+    for number in range(1, 7):
+        step(run, number)
     assert events.of("validation", "test") == [("validation", 0), ("validation", 4), ("validation", 6)]
 
 
 def test_the_test_split_is_measured_once_after_the_last_step(start):
     run, events = start("run.validate_every=2", test="test text")
-    for step in range(1, 7):
-        run.validate_if_due(step)
+    for number in range(1, 7):
+        step(run, number)
     assert events.of("test") == [("test", 6)]
 
 
 def test_a_resumed_run_starts_at_its_checkpoint_and_does_not_validate_again(start, tmp_path):
     run, events = start(checkpoint=Checkpoint(tmp_path, SimpleNamespace(step=4)))
-    assert run.start_step == 4 and events.seen == []
+    assert run.done == 4 and events.seen == []
 
 
 def test_every_step_is_recorded_and_stuck_ones_end_the_run(start):
-    run, events = start()
-    run.record(outcome(), 1.0, 0.5, {})
+    run, events = start("steps=100")
+    step(run, 1)
     assert events.of("step") == [("step", 1)]
     with pytest.raises(Diverged, match=f"gradients of {STUCK_STEPS} steps in a row were not finite in fp32"):
-        for step in range(2, 100):
-            run.record(outcome(step, grad_norm=None, skipped=True), 1.0, 0.5, {})
+        for number in range(2, 100):
+            step(run, number, grad_norm=None, skipped=True)
     assert len(events.of("step")) == 1 + STUCK_STEPS, "also the step that ends it is recorded"
 
 
 def test_a_moving_loss_scale_is_not_stuck_and_a_fixed_one_is():
-    watch = SkipCounter("fp16")
+    plan = SimpleNamespace(precision="fp16")
+    watch = SkipCounter(SimpleNamespace(job=SimpleNamespace(plan=plan)))
     for power in range(3 * STUCK_STEPS):
-        watch.see(outcome(loss_scale=2.0**-power, skipped=True))
+        watch.after_step(outcome(loss_scale=2.0**-power, skipped=True))
     with pytest.raises(Diverged, match="20 steps in a row overflowed .*fp16.loss_scale fixes it"):
         for _ in range(STUCK_STEPS):
-            watch.see(outcome(loss_scale=2.0**31, skipped=True))
+            watch.after_step(outcome(loss_scale=2.0**31, skipped=True))
 
 
 def test_training_goes_on_while_a_checkpoint_is_written_and_its_end_waits(start):
     run, events = start("run.save_every=3", "run.save_last=false")
-    for step in range(1, 6):
-        run.save_if_due(step, news())
+    for number in range(1, 6):
+        step(run, number)
     assert events.of("save", "finish") == [("save", 3)]
-    run.save_if_due(6, news())
+    step(run, 6)
     assert events.of("save", "finish") == [("save", 3), ("save", 6), ("finish", None)]
 
 
 def test_a_run_that_cannot_keep_what_it_trained_does_not_end_well(start):
-    run, _ = start("run.save_last=true")
-    run.saver.problem = "no space left on device"
-    run.save_if_due(3, news())
-    run.end_if_due(3, news())
-    run.save_if_due(6, news())
-    with pytest.raises(runs.NotSavedError, match="no space left"):
-        run.end_if_due(6, news())
+    run, events = start("run.save_last=true")
+    saver_of(run).problem = "no space left on device"
+    with pytest.raises(NotSavedError, match="no space left"), run:
+        for number in range(1, 7):
+            step(run, number)
+    assert events.of("validation") == [("validation", 0), ("validation", 6)], "it is validated all the same"
 
 
 def test_a_run_saves_by_the_clock_too(start, monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr(runs.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(saves.time, "monotonic", lambda: clock[0])
     run, events = start("run.save_every_minutes=2", "run.save_last=false", "run.save_every=2")
-    for step, seconds in enumerate((60, 110, 200, 300, 301), 1):
+    events.other = StepReport()
+    for number, seconds in enumerate((60, 110, 200, 300, 301), 1):
         clock[0] = seconds
-        run.save_if_due(step, heard(run.exchange(0.5), StepReport()))
+        step(run, number)
     assert [step for _, step in events.of("save")] == [2, 4], "minutes count from the last save"
-    clock[0] += 240
-    run.save_if_due(5, heard(StepReport(), run.exchange(0.5)))
+    events.other = StepReport(overdue=True)
+    step(run, 5)
     assert [step for _, step in events.of("save")] == [2, 4], "by rank 0's clock"
-    run.save_if_due(5, heard(run.exchange(0.5), StepReport()))
+    clock[0] += 240
+    events.other = StepReport()
+    step(run, 5)
     assert [step for _, step in events.of("save")] == [2, 4, 5]
 
 
 def test_a_save_is_completed_once_all_ranks_have_written_their_files(start):
     run, events = start()
-    run.saver.written = True
-    own = run.exchange(0.5)
-    assert own == StepReport(0, 0.75, written=True)
-    run.save_if_due(1, heard(own, StepReport()))
+    saver_of(run).written = True
+    events.other = StepReport()
+    step(run, 1)
+    assert events.own[:1] + events.own[2:4] == (0, False, True) and events.own.own_seconds >= 0.25
     assert not events.of("complete")
-    run.save_if_due(2, heard(own, own))
+    events.other = StepReport(written=True)
+    step(run, 2)
     assert events.of("complete") == [("complete", None)]
 
 
@@ -205,57 +214,137 @@ def test_all_ranks_end_after_the_step_in_which_one_cannot_read_the_next(start, m
     run, events = start()
     run.batches.fetch = lambda: "line 7 is broken"
     monkeypatch.setattr(micro_batches.processes, "texts_of_all", lambda own, group: own)
-    run.fetch_next(3)
-    said = heard(StepReport(), run.exchange(0))
-    with pytest.raises(BrokenData, match="^line 7 is broken"), run:
-        run.record(outcome(3), 1.0, 0.5, {})
-        run.save_if_due(3, said)
-        run.end_if_due(3, said)
+    with pytest.raises(BrokenData, match="^line 7 is broken\nthe run is saved after step 3; once"), run:
+        step(run, 3)
     assert events.of("step", "save", "finish") == [("step", 3), ("save", 3), ("finish", None)]
     run.batches.fetch = lambda: pytest.fail("the last step needs no other")
-    run.fetch_next(6)
-    assert run.end_if_due(6, said) is None
+    assert step(run, 6) is None
 
 
 def test_a_rank_at_the_files_of_a_run_has_long(start):
     """A file system may pause for longer than a step may take."""
     run, events = start()
     seen = []
-    run.stop.look = lambda: seen.append(run.watchdog.status()) or ""
+    run._stop.look = lambda: seen.append(run.watchdog.status()) or ""
     run.recorder.step = lambda *of: seen.append(run.watchdog.status())
     run.watchdog._usual.append(1.0)
-    run.watchdog.enter(Phase.COMPUTING, 1)
-    run.exchange(0)
-    assert run.watchdog.status().phase is Phase.COMPUTING
-    run.record(outcome(), 1.0, 0.5, {})
-    assert [status.phase for status in seen] == 2 * [Phase.RECORDING]
+    run.begin_step(1)
+    run.begin_computing()
+    run.end_step(1, lambda: seen.append(run.watchdog.status()) or outcome())
+    asked, computed, recorded = (status.phase for status in seen)
+    assert asked is recorded is Phase.RECORDING and computed is Phase.COMPUTING
     assert run.watchdog.limit() == LONG * 60
 
 
-def test_ranks_tell_of_a_step_while_it_is_computed_and_hear_once_its_figures_are_read(monkeypatch):
-    """Reading the figures waits for the GPU: the exchange, which the CPUs make, is on its way by then."""
-    seen, nothing = [], contextlib.nullcontext
-    news = SimpleNamespace(rank_seconds={}, stopped=None)
+class Noted:
+    """A callback that notes its calls, and ends badly if it is to."""
 
-    def noted(what, found=None):
-        return lambda *of: seen.append(what) or found
+    def __init__(self, name, seen, fails=None):
+        self.name, self.seen, self.fails = name, seen, fails
+
+    def after_step(self, record):
+        self.seen.append(f"{self.name} after {record.step}")
+
+    def end(self, error):
+        self.seen.append(f"{self.name} ends {type(error).__name__}")
+        if error is None and self.fails:
+            raise self.fails
+
+
+def test_callbacks_are_called_in_one_order_and_ended_in_the_other(start):
+    seen = []
+    run, _ = start()
+    for fails, told in (
+        (None, ["c ends NoneType", "b ends NoneType", "a ends NoneType"]),
+        # a good end that one of them turns into a bad one is told to all
+        (Diverged("up"), ["c ends NoneType", "b ends NoneType"] + [f"{n} ends Diverged" for n in "cba"]),
+    ):
+        seen.clear()
+        run._begin = lambda run, fails=fails: [Noted("a", seen), Noted("b", seen, fails), Noted("c", seen)]
+        with pytest.raises(Diverged) if fails else contextlib.nullcontext(), run:
+            step(run, 1)
+        assert seen == ["a after 1", "b after 1", "c after 1", *told]
+
+
+def test_a_run_has_the_callbacks_that_it_asks_for_in_their_order(start, monkeypatch):
+    for module, name in (
+        ("monitor", "Monitor"),
+        ("profiling", "StepProfiler"),
+        ("number_watch", "NumberWatch"),
+    ):
+        fake = type(name, (), {"__init__": lambda self, run: None})
+        monkeypatch.setattr(f"launch.training.{module}.{name}", fake)
+    monkeypatch.setattr(callbacks, "_bring", lambda *of: None)
+    Own = type("Own", (), {"__init__": lambda self, run: None})
+    run, _ = start(more=(Own,))
+    fewest = ["SkipCounter", "FigureBounds", "Own", "Saves", "Validations"]
+    assert [type(each).__name__ for each in run.callbacks] == fewest
+    run, _ = start("run.profile=2:3", "run.check_every=5", more=(Own,))
+    run.engine.monitor.enabled = True
+    names = [type(each).__name__ for each in callbacks.begin(run)]
+    assert names == ["Monitor", "StepProfiler", *fewest[:3], "NumberWatch", *fewest[3:]]
+
+
+def test_a_copy_that_the_watch_finds_wrong_is_discarded(start):
+    """The watch looks after the copy of a save, and at the end without one."""
+    run, events = start("run.save_last=false")
+    kept, looked = saves.Saves(run, run.callbacks[-1], None), []
+    kept._watch = SimpleNamespace(check=lambda step, again: looked.append((step, again)))
+    run.callbacks = [kept]
+    step(run, 6)
+    assert looked == [(6, True)] and not events.of("save")
+
+    def broken(step, again):
+        raise Corrupted((), 0, step)
+
+    kept._watch.check = broken
+    kept.saver.discard = lambda: events.seen.append(("discard", None))
+    run._stop.look = lambda: "SIGTERM"
+    with pytest.raises(Corrupted):
+        step(run, 5)
+    assert events.of("save", "discard") == [("save", 5), ("discard", None)]
+
+
+def test_ranks_report_a_step_while_it_is_computed_and_hear_once_its_figures_are_read(start, monkeypatch):
+    """Reading the figures waits for the GPU: the exchange, which the CPUs make, is on its way by then."""
+    run, events = start()
+    hear = events.heard(StepReport(stop=1))
+    seen = []
+
+    def noted(what, value=None):
+        return lambda *of: seen.append(what) or value
+
+    monkeypatch.setattr(runs, "send_report", noted("send", lambda: seen.append("hear") or hear()))
+    run.batches.fetch = noted("fetch")
+    run.recorder.step = noted("record")
+    run.callbacks = [Noted("callback", seen)]
+    run.before_step = [noted("before")]
+    run.begin_step(1)
+    assert run.end_step(1, noted("outcome", outcome())) == EarlyStop("SIGTERM", 1, 6)
+    assert seen == ["before", "fetch", "send", "outcome", "hear", "record", "callback after 1"]
+
+
+def test_the_loop_waits_for_data_computes_and_ends_each_step(monkeypatch):
+    seen, nothing = [], contextlib.nullcontext
+
+    def noted(what, value=None):
+        return lambda *of: seen.append(what) or value
 
     run = SimpleNamespace(
-        start_step=0, fetch_next=noted("fetch", 0.0), exchange=noted("exchange"), news=noted("news", news),
-        record=noted("record"), validate_if_due=noted("validate"), save_if_due=noted("save"),
-        end_if_due=lambda *of: None,
+        done=0, begin_step=noted("begin"), begin_computing=noted("compute"),
+        end_step=lambda step, read: seen.append(f"end {step} {read}"),
     )  # fmt: skip
     made = {
-        "run_watchdog": lambda *of: nothing(SimpleNamespace(enter=lambda *phase: None)),
+        "run_watchdog": lambda *of: nothing(None),
         "build_engine": lambda *of, **how: SimpleNamespace(device="cpu"),
         "training_batches": lambda *of: SimpleNamespace(close=lambda: None),
         "release_at_end": lambda engine: nothing(),
         "StopRequest": lambda file: nothing(),
         "TrainingRun": lambda *of: nothing(run),
-        "seed_step": lambda *of: None,
-        "next_batch": lambda batches: [],
+        "seed_step": noted("seed"),
+        "next_batch": noted("batch", []),
         "dropout_seeds_of_step": lambda *of: [],
-        "train_step": noted("train", noted("outcome")),
+        "train_step": noted("train", "outcome"),
     }
     for name, value in made.items():
         monkeypatch.setattr(loop, name, value)
@@ -263,7 +352,8 @@ def test_ranks_tell_of_a_step_while_it_is_computed_and_hear_once_its_figures_are
     plan = SimpleNamespace(recipe=catalog.load(tiny=True, steps=2))
     job = SimpleNamespace(plan=plan, stop_file=None, directory=None)
     loop.train(Start(job, Events(), None, SimpleNamespace(at=SimpleNamespace(dp=0))))
-    assert seen == 2 * ["train", "fetch", "exchange", "outcome", "news", "record", "save", "validate"]
+    steps = [["begin", "seed", "batch", "compute", "train", f"end {step} outcome"] for step in (1, 2)]
+    assert seen == sum(steps, [])
 
 
 def test_the_ranks_of_a_model_copy_make_their_group_without_the_others(monkeypatch):
