@@ -118,11 +118,9 @@ class Parser(argparse.ArgumentParser):
             if action.help != argparse.SUPPRESS:
                 own += action.option_strings or [str(action.metavar)]
         flag = f"--{word.lstrip('-').replace('-', '_')}"
-        said = foreign_words.in_command(flag, value, own)
         near = nearest(flag, own, 1, _ALIKE)
-        if near and (flag in own or not said):
-            return f"did you mean {near[0]}?"
-        return said or f"see {self.prog} --help"
+        other = f"did you mean {near[0]}?" if near else f"see {self.prog} --help"
+        return foreign_words.in_command(flag, value, own) or other
 
     def _print_message(self, message: str, file: Any = None) -> None:
         """Print help, usage or an error; unlike argparse raise OSError where the output takes nothing."""

@@ -28,8 +28,8 @@ NAMES = {
         "megatron/training/config/training_config.py": """
             eval_interval eval_iters exit_duration_in_mins global_batch_size load log_interval
             lr_decay_iters lr_decay_style lr_warmup_fraction lr_warmup_iters micro_batch_size
-            rampup_batch_size save save_interval tensorboard_dir tokenizer_model train_iters train_samples
-            vocab_file wandb_project
+            rampup_batch_size save save_interval tensorboard_dir tokenizer_model tokenizer_type train_iters
+            train_samples vocab_file wandb_project
         """,
         "megatron/training/config/common_config.py": "profile_step_end profile_step_start seed",
         "megatron/core/model_parallel_config.py": """
@@ -49,8 +49,8 @@ NAMES = {
             make_vocab_size_divisible_by max_position_embeddings maximum_tokens min_lr model_parallel_size
             num_attention_heads num_layers num_samples num_workers optimizer_type pipe_parallel_size
             precision profile profile_step_start profile_step_stop save seed seq_length sequence_parallel
-            short_seq_prob split tensorboard_dir train_data_paths train_epochs train_iters use_wandb
-            vocab_file wandb_project warmup weight_decay zero_stage
+            short_seq_prob split tensorboard_dir tokenizer_type train_data_paths train_epochs train_iters
+            use_wandb vocab_file wandb_project warmup weight_decay zero_stage
         """,
         "megatron/neox_arguments/deepspeed_args.py": """
             bf16 fp16 gradient_accumulation_steps gradient_clipping hostfile num_gpus steps_per_print
@@ -144,6 +144,8 @@ TYPED = {
     "finetune --learning_rate 1e-5": "write --lr 1e-5\nthe following arguments are required: --task",
     "generate --max_new_tokens 50 RUN": "--max_new_tokens 50: no such flag; write --tokens 50",
     "score --model RUN": "write MODEL as the first word without a flag",
+    "recipe list --hardware t4": "write --fits t4",
+    "pretrain --hardware t4": "--hardware t4: no such flag; launch/plan.py plans for it",
     "plan search --gpus 8": "--gpus 8: no such flag; write --hardware 8xGPU",
     "prepare_data --json-keys text": "write --text_column text",
 }

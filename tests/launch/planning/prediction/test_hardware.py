@@ -122,6 +122,7 @@ def test_a_file_without_a_node_is_told_the_form(tmp_path):
         ("2 3090", "2xrtx-3090", 2, "PCIe 4.0"),
         ("RTX 5090", "1xrtx-5090", 1, "PCIe 5.0"),
         ("RTX 4060 laptop", "1xrtx-4060-laptop", 1, "PCIe 4.0"),
+        ("4060 laptop", "1xrtx-4060-laptop", 1, "PCIe 4.0"),
     ],
 )
 def test_hardware_by_the_names_that_people_type(typed, node, gpus, link):
