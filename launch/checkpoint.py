@@ -177,7 +177,7 @@ def export(run_at: str, out: str) -> int:
     check_convertible(recipe.model)
     checkpoint, damaged = run_checkpoints.newest_whole(run, step)
     for each in damaged:
-        terminal.say(f"WARNING: {each}; step {checkpoint.step} is exported", sys.stderr)
+        terminal.warn(f"{each}; step {checkpoint.step} is exported", sys.stderr)
     held = checkpoint.manifest
     place = new_output.new_directory(universal.FLAG, out).resolve()
     universal.check_exportable(held, recipe, place)

@@ -114,7 +114,7 @@ def export(
     check_convertible(recipe.model)
     checkpoint, damaged = run_checkpoints.newest_whole(run, step)
     for each in damaged:
-        terminal.say(f"WARNING: {each}; step {checkpoint.step} is exported", sys.stderr)
+        terminal.warn(f"{each}; step {checkpoint.step} is exported", sys.stderr)
     place = new_output.new_directory("--out", out)
     # an export takes its place whole
     place = place.resolve() if place.is_symlink() else place

@@ -34,7 +34,7 @@ class Silent:
 
     def step(self, step: int, fields: Mapping[str, str]) -> None: ...
 
-    def line(self, text: str) -> None: ...
+    def line(self, text: str, colour: int | None = None) -> None: ...
 
     def close(self) -> None: ...
 
@@ -76,10 +76,10 @@ class Bar(Silent):
             self._bar.refresh()
             self._numbers.refresh()
 
-    def line(self, text: str) -> None:
-        self._bar.write(
-            terminal.wrapped(text, terminal.columns(self._stream)), file=self._bar.fp
-        )
+    def line(self, text: str, colour: int | None = None) -> None:
+        lines = terminal.wrapped(text, terminal.columns(self._stream))
+        shown = terminal.painted(lines, colour, self._stream)
+        self._bar.write(shown, file=self._bar.fp)
 
     def close(self) -> None:
         self._numbers.close()
@@ -123,8 +123,9 @@ class Lines(Silent):
                 f"step {step}/{self._total_steps} | {' | '.join(fields.values())}{left}"
             )
 
-    def line(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
+    def line(self, text: str, colour: int | None = None) -> None:
+        shown = terminal.painted(text, colour, self._stream)
+        print(shown, file=self._stream, flush=True)
 
 
 def fitting(fields: Mapping[str, str], width: int | None) -> str:

@@ -14,6 +14,9 @@ from typing import Any, TextIO
 from recipes.problems import visible
 
 GLUE = "\N{NO-BREAK SPACE}"  # keeps a flag and its value together
+# for `painted`, as terminals number them (ECMA-48, 8.3.117)
+BOLD = 1
+YELLOW = 33
 LEAST = 40  # columns; with fewer, each word would have its own line
 # Beginnings of torch's warnings about a GPU without kernels, which explain all later errors.
 NO_KERNELS = r"Found GPU\d|\n.* with CUDA capability "
@@ -82,9 +85,22 @@ def command(line: str, width: int | None, hang: int = 2) -> str:
     return " \\\n".join(lines).replace(GLUE, " ")
 
 
-def say(text: str, stream: TextIO | None = None) -> None:
-    """Print the text at once, at the width of `stream` (standard output)."""
-    print(wrapped(visible(text), columns(stream)), file=stream, flush=True)
+def say(text: str, stream: TextIO | None = None, colour: int | None = None) -> None:
+    """Print the text at once, at the width of `stream` (standard output), and on a terminal in a colour."""
+    lines = wrapped(visible(text), columns(stream))
+    print(painted(lines, colour, stream), file=stream, flush=True)
+
+
+def warn(text: str, stream: TextIO | None = None) -> None:
+    say(f"WARNING: {text}", stream, YELLOW)
+
+
+def painted(text: str, colour: int | None, stream: TextIO | None = None) -> str:
+    """Return the text in a colour where `stream` is a terminal, unless NO_COLOR is set (no-color.org)."""
+    plain = colour is None or os.environ.get("NO_COLOR")
+    if plain or os.environ.get("TERM") == "dumb" or columns(stream) is None:
+        return text
+    return f"\033[{colour}m{text}\033[0m"
 
 
 def _wrap(line: str, width: int, indent: int) -> list[str]:

@@ -195,6 +195,9 @@ class SilentRecorder:
     def say(self, text: str) -> None:
         """Take one line of text."""
 
+    def warn(self, text: str) -> None:
+        self.say(f"WARNING: {text}")
+
     def mark(self, part: str) -> None:
         """Mark the end of a part of the start."""
 

@@ -126,7 +126,7 @@ class Recorder(SilentRecorder):
         for notice in directory.notices:
             self.say(notice)
         for each in problems:
-            self.say(f"WARNING: {each}")
+            self.warn(each)
         self.mark("records")
 
     def __exit__(self, *error: object) -> None:
@@ -147,12 +147,16 @@ class Recorder(SilentRecorder):
             return
         self._lost[str(what)] = said
         with contextlib.suppress(Exception):  # the screen may be what fails
-            self._screen.line(f"WARNING: {said}; training continues")
+            said = f"WARNING: {said}; training continues"
+            self._screen.line(said, terminal.YELLOW)
 
     @_guarded
-    def say(self, text: str) -> None:
+    def say(self, text: str, colour: int | None = None) -> None:
         self._write(metrics.Note(self._step, text, time.time()))
-        self._screen.line(text)
+        self._screen.line(text, colour)
+
+    def warn(self, text: str) -> None:
+        self.say(f"WARNING: {text}", terminal.YELLOW)
 
     @_guarded
     def mark(self, part: str) -> None:
@@ -210,7 +214,7 @@ class Recorder(SilentRecorder):
         self._write(record)
         self._event(kind, record, ("loss", *parts))
         shown = ", ".join(shown_figures(record, self._figures).values())
-        self._screen.line(f"step {step}: {kind} {shown}")
+        self._screen.line(f"step {step}: {kind} {shown}", terminal.BOLD)
 
     @_guarded
     def save(self, saved: SaveOutcome) -> None:
@@ -223,9 +227,8 @@ class Recorder(SilentRecorder):
         ):
             self._scalar(f"save/{name}", value, saved.step)
         if saved.problem:
-            self._screen.line(
-                f"WARNING: no checkpoint of step {saved.step}: {saved.problem}"
-            )
+            lost = f"WARNING: no checkpoint of step {saved.step}: {saved.problem}"
+            self._screen.line(lost, terminal.YELLOW)
             return
         rate = f"{short(saved.bytes)}B at {short(per_second)}B/s"
         waited = f"training waited {saved.blocking_seconds:.2g} s"
@@ -269,7 +272,11 @@ class Recorder(SilentRecorder):
         from launch.records.result_text import result_text
 
         width = terminal.columns(self._stream)
-        text = [f"\n{result_text(result, width)}"] if result else []
+        text = []
+        if result:
+            loss, _, rest = result_text(result, width).partition("\n")
+            terminal.say(f"\n{loss}", self._stream, terminal.BOLD)
+            text.append(rest)
         written = ending.sample or ending.no_sample
         if written:
             # a young model writes many empty lines; result.json has them all
@@ -281,12 +288,11 @@ class Recorder(SilentRecorder):
         )
         if stopped:
             text.append(f"{stopped}; resume with the same command and --resume")
-        if self._lost:
-            text += [
-                "WARNING: not all was recorded, which changes no weight:",
-                *self._lost.values(),
-            ]
         terminal.say("\n".join(text), self._stream)
+        if self._lost:
+            lost = "\n".join(self._lost.values())
+            said = f"not all was recorded, which changes no weight:\n{lost}"
+            terminal.warn(said, self._stream)
 
     def _follow(self) -> None:
         """Follow a run directory that was renamed, and say where its checkpoints go."""

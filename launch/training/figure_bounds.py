@@ -45,8 +45,8 @@ class FigureBounds:
         recent = self._recent[name]
         if step >= self._quiet_until and is_far_above(value, recent):
             usual = statistics.median(recent)
-            self._run.recorder.say(
-                f"WARNING: the {name} of step {step} is {value:.4g}, far above the usual {usual:.4g}"
+            self._run.recorder.warn(
+                f"the {name} of step {step} is {value:.4g}, far above the usual {usual:.4g}"
             )
             self._quiet_until = step + RECENT
         recent.append(value)

@@ -27,7 +27,7 @@ class StepProfiler:
         self._steps = run.recipe.run.profiled
         self._group = run.grid.control_group
         self._folder = run.job.directory / "profile"
-        self._say = run.recorder.say
+        self._warn = run.recorder.warn
         run.before_step.append(self._begin)
         self._profile: Any = profile(activities=supported_activities())
         # torch.cuda.memory and its like keep a history of allocations.
@@ -49,7 +49,7 @@ class StepProfiler:
             self._leave()
             if record.step == self._steps[-1]:
                 for problem in self._stop():
-                    self._say(f"WARNING: no trace of a rank: {problem}")
+                    self._warn(f"no trace of a rank: {problem}")
 
     def end(self, error: BaseException | None) -> None: ...
 

@@ -285,7 +285,7 @@ def make_quick_checks(job: Job) -> None:
     checks.refuse(found)
     for check in found:
         if check.verdict == "warning":
-            say_on_rank_0(f"warning: {check.found}; {check.fix}")
+            warn_on_rank_0(f"{check.found}; {check.fix}")
 
 
 @contextlib.contextmanager
@@ -355,8 +355,8 @@ def run(job: Job, directory: RunDirectory | None, meeting: Meeting) -> None:
         given = job.initial_weights
         failure = agreement.kernel_failure(grid.control_group)
         if failure:
-            say_on_rank_0(
-                f"warning: nothing is compiled for the GPU, torch's own kernels run: {failure}"
+            warn_on_rank_0(
+                f"nothing is compiled for the GPU, torch's own kernels run: {failure}"
             )
             fusing.give_up()
             job = replace(job, compiled=False)
@@ -449,6 +449,11 @@ def say_on_rank_0(text: str) -> None:
         terminal.say(text)
 
 
+def warn_on_rank_0(text: str) -> None:
+    if processes.rank() == 0:
+        terminal.warn(text)
+
+
 def open_recorder(
     job: Job,
     directory: RunDirectory | None,
@@ -481,9 +486,7 @@ def open_recorder(
         metrics.begin_branch(directory.metrics_jsonl, branch)
     recorder = Recorder(directory, known, done, clock, sys.stdout)
     for newer in chosen.damaged:
-        recorder.say(
-            f"WARNING: {newer}; it is left as it is, and an older checkpoint is taken"
-        )
+        recorder.warn(f"{newer}; it is left as it is, and an older checkpoint is taken")
     if chosen.checkpoint:
         recorder.say(f"{began} {chosen.checkpoint.directory}")
     return recorder

@@ -181,3 +181,21 @@ def test_control_characters_are_shown_and_not_obeyed():
 def test_cells_of_a_table_show_what_a_screen_would_obey():
     shown = table([["a\x1b[2J", 1]], ["x", "y"]) + aligned([("title", "\x07b")])
     assert r"a\x1b[2J" in shown and r"\x07b" in shown
+
+
+def test_a_terminal_shows_warnings_and_losses_in_colour_and_no_other_place_does(monkeypatch, capsys):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    terminal.warn("slow")
+    assert capsys.readouterr().out == "WARNING: slow\n", "a pipe"
+    monkeypatch.setattr(terminal, "columns", lambda stream=None: 40)
+    terminal.warn("slow")
+    progress.Lines(sys.stdout, 0, 1, int).line("step 1: validation loss 5.0", terminal.BOLD)
+    terminal.say("plain")
+    coloured = "\033[33mWARNING: slow\033[0m\n\033[1mstep 1: validation loss 5.0\033[0m\nplain\n"
+    assert capsys.readouterr().out == coloured
+    for name, value in (("NO_COLOR", "1"), ("TERM", "dumb")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            terminal.warn("slow")
+            assert capsys.readouterr().out == "WARNING: slow\n", name

@@ -112,5 +112,5 @@ def test_ranks_of_a_plan_meet_and_compare_what_they_see(tmp_path):
 
 def test_a_start_warns_in_one_line(tmp_path):
     done = run([sys.executable, *TINY, "--out", str(tmp_path / "run")], env={"MEGARECIPES_CAHCE": "x"})
-    warning = "warning: MEGARECIPES_CAHCE is read nowhere; did you mean MEGARECIPES_CACHE?\n"
+    warning = "WARNING: MEGARECIPES_CAHCE is read nowhere; did you mean MEGARECIPES_CACHE?\n"
     assert done.returncode == 0 and done.stdout.count(warning) == 1, done.stdout
