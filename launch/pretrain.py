@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -226,7 +225,7 @@ class Beginning:
 def checked_job(args: argparse.Namespace) -> Job:
     """Make the job of the flags. Raises ValueError with every problem."""
     beginning = beginning_of(args)
-    followed = followed_json(args, beginning)
+    followed = followed_json(args, beginning) if args.follow else None
     recipe = recipe_of(args, beginning, followed)
     config = config_of(args, beginning, recipe)
     joining.order_kernels(tensor_degree(recipe, config))
@@ -260,12 +259,15 @@ def checked_job(args: argparse.Namespace) -> Job:
 def beginning_of(args: argparse.Namespace) -> Beginning:
     """Find what the flags begin with. Raises ProblemsError."""
     run, branch_point = source_of(args)
-    adoption = None if run else adoption_of(args)
+    adoption = None
     weights = None
     if run:
         named = run.named
         weights = weights_of(run) if args.resume and not branch_point else None
-    elif adoption:
+    elif args.adopt is not None:
+        from launch.weights.adoption import Adoption
+
+        adoption = Adoption.of(args.adopt, args)
         named = adoption.named_recipe
     if args.init_from is not None:
         weights = given_weights(args, run)
@@ -297,7 +299,13 @@ def recipe_of(
             settings=settings,
             trained=not (followed and args.plan),  # else the plan tells it
         )
-        recipe = change(with_epochs(args, change), steps=args.steps)
+        overrides = args.set
+        if args.epochs is not None:
+            from launch.training.epochs import steps_of
+
+            steps = steps_of(change(args.set), args.epochs, say_on_rank_0)
+            overrides = [*args.set, f"steps={steps}"]
+        recipe = change(overrides, steps=args.steps)
     if recipe.task is not None:
         fix = f"python launch/finetune.py --task {recipe.task.name} --init DIR"
         raise ProblemsError.of(
@@ -325,17 +333,6 @@ def with_hint(
     came = f"--follow {config} instead of --ds_config"
     hint = Problem("--follow", came, "the recipe takes what the JSON states")
     return ConfigError([*refused.problems, hint])
-
-
-def with_epochs(args: argparse.Namespace, load: Callable[..., Recipe]) -> list[str]:
-    """Return the texts of --set, with the steps that --epochs is. Raises ValueError."""
-    settings: list[str] = args.set
-    if args.epochs is None:
-        return settings
-    from launch.training.epochs import steps_of
-
-    steps = steps_of(load(settings), args.epochs, say_on_rank_0)
-    return [*settings, f"steps={steps}"]
 
 
 def sampled(job: Job, corpus: Corpus, *, stated: bool) -> Ending:
@@ -411,21 +408,8 @@ def given_weights(args: argparse.Namespace, run: RecordedRun | None) -> Starting
     )
 
 
-def adoption_of(args: argparse.Namespace) -> Adoption | None:
-    """Open the run of --adopt; None without one. Raises ProblemsError."""
-    if args.adopt is None:
-        return None
-    from launch.weights.adoption import Adoption
-
-    return Adoption.of(args.adopt, args)
-
-
-def followed_json(
-    args: argparse.Namespace, beginning: Beginning
-) -> FollowedJson | None:
-    """Read the JSON of --follow; None without one. Raises ConfigError."""
-    if not args.follow:
-        return None
+def followed_json(args: argparse.Namespace, beginning: Beginning) -> FollowedJson:
+    """Read the JSON of --follow. Raises ConfigError."""
     from launch.training.followed_json import FollowedJson
 
     degrees = [text for text in args.set if text.strip().startswith("parallel")]

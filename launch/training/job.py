@@ -212,8 +212,11 @@ def assumed_machine(plan: Plan, here: str) -> str:
     return f"planned for machines like this one: {here}"
 
 
-def compiles(wish: Wish, plan: Plan, machine: Machine) -> bool:
-    """Decide whether the run of `plan` is compiled on this machine. Raises ProblemsError."""
+def compiles(wish: Wish, plan: Plan, machine: Machine) -> tuple[bool, str | None]:
+    """Decide whether the run of `plan` is compiled on this machine, and why not where it pays.
+
+    Raises ProblemsError.
+    """
     if wish == "on" and computes_wrong_gradients(plan):
         came = f"--compile on with tp={plan.layout.tp} and torch {version('torch')}"
         rule = (
@@ -222,9 +225,19 @@ def compiles(wish: Wish, plan: Plan, machine: Machine) -> bool:
         raise ProblemsError.of(
             "--compile", came, rule, "leave --compile out, or install torch 2.13"
         )
-    if wish != "auto":
-        return wish == "on"
-    return worth_compiling(plan, machine) and has_compiler(machine)
+    if wish == "off" or (wish == "auto" and not worth_compiling(plan, machine)):
+        return False, None
+    if has_compiler(machine):
+        return True, None
+    needed = (
+        "Triton, a C compiler and Python.h"
+        if machine.device.own_memory
+        else "g++ and Python's headers"
+    )
+    rule = f"torch.compile needs {needed}; some of it is missing"
+    if wish == "on":
+        raise ProblemsError.of("--compile", "--compile on", rule, "leave --compile out")
+    return False, f"not compiled: {rule}, and the run is slower"
 
 
 def computes_wrong_gradients(plan: Plan) -> bool:
@@ -256,18 +269,6 @@ def has_compiler(machine: Machine) -> bool:
     from modeling.fusing import has_gpu_compiler
 
     return has_gpu_compiler()
-
-
-def explain_missing_compiler(wish: Wish, plan: Plan, machine: Machine) -> str | None:
-    """Return a warning that a needed compiler is missing, or None."""
-    if wish == "off" or not worth_compiling(plan, machine) or has_compiler(machine):
-        return None
-    needed = (
-        "Triton, a C compiler and Python.h"
-        if machine.device.own_memory
-        else "g++ and Python's headers"
-    )
-    return f"not compiled: torch.compile needs {needed}; some of it is missing, and the run is slower"
 
 
 def eager_seconds(plan: Plan, machine: Machine) -> float:

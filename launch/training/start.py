@@ -29,7 +29,6 @@ from launch.training.job import (
     assumed_machine,
     compiles,
     eager_seconds,
-    explain_missing_compiler,
     plan_job,
 )
 from recipes.files import path_of
@@ -223,10 +222,9 @@ def job_of(
     )
     if args.out and processes.rank() == 0:
         arguments.directory("--out", directory)
-    missing = explain_missing_compiler(args.compile, plan, machine)
-    if missing is not None:
-        say_on_rank_0(missing)
-    compiled = compiles(args.compile, plan, machine)
+    compiled, why_not = compiles(args.compile, plan, machine)
+    if why_not is not None:
+        warn_on_rank_0(why_not)
     if args.plan and args.resume:
         plan = with_resume(plan, directory)
     facts = replace(

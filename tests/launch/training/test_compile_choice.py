@@ -29,35 +29,35 @@ def plan(steps: int | None = None, tiny: bool = False):
 
 
 def test_a_long_run_is_compiled_and_a_short_or_an_emulated_one_is_not():
-    assert job.compiles("auto", plan(LONG), CPU)
-    assert not job.compiles("auto", plan(LONG), replace(CPU, emulated_fp16=True))
-    assert not job.compiles("auto", plan(), CPU)
-    assert not job.compiles("auto", plan(tiny=True), CPU)
+    assert job.compiles("auto", plan(LONG), CPU)[0]
+    assert not job.compiles("auto", plan(LONG), replace(CPU, emulated_fp16=True))[0]
+    assert not job.compiles("auto", plan(), CPU)[0]
+    assert not job.compiles("auto", plan(tiny=True), CPU)[0]
 
 
 def test_the_user_decides_where_they_say_so():
-    assert job.compiles("on", plan(tiny=True), CPU)
-    assert not job.compiles("off", plan(LONG), CPU)
+    assert job.compiles("on", plan(tiny=True), CPU)[0]
+    assert not job.compiles("off", plan(LONG), CPU)[0]
 
 
 def test_an_old_torch_compiles_no_tensor_parallel_layer(monkeypatch):
     halves = resolve(catalog.load("default/sotu", ["parallel.tp=2"], steps=LONG), "zero1", 2, CPU)
-    assert job.compiles("auto", halves, CPU)
+    assert job.compiles("auto", halves, CPU)[0]
     monkeypatch.setattr(job, "version", lambda _: "2.11.0+cu130")
-    assert not job.compiles("auto", halves, CPU)
-    assert job.compiles("auto", plan(LONG), CPU)
+    assert not job.compiles("auto", halves, CPU)[0]
+    assert job.compiles("auto", plan(LONG), CPU)[0]
     with pytest.raises(ProblemsError, match="tp=2 and torch 2.11.0"):
         job.compiles("on", halves, CPU)
 
 
 def test_a_missing_compiler_is_said_where_something_is_lost_by_it():
     lacking = replace(CPU, compiler=False)
-    assert not job.compiles("auto", plan(LONG), lacking)
-    said = job.explain_missing_compiler("auto", plan(LONG), lacking)
-    assert said is not None and "g++" in said
-    assert job.explain_missing_compiler("auto", plan(LONG), CPU) is None
-    assert job.explain_missing_compiler("off", plan(LONG), lacking) is None
-    assert job.explain_missing_compiler("auto", plan(), lacking) is None
+    compiled, said = job.compiles("auto", plan(LONG), lacking)
+    assert not compiled and "g++" in said
+    assert job.compiles("auto", plan(LONG), CPU) == (True, None)
+    assert job.compiles("off", plan(LONG), lacking) == job.compiles("auto", plan(), lacking) == (False, None)
+    with pytest.raises(ProblemsError, match="leave --compile out"):
+        job.compiles("on", plan(), lacking)
 
 
 def test_zero_3_on_a_gpu_is_compiled_on_request_alone(monkeypatch):
@@ -65,13 +65,13 @@ def test_zero_3_on_a_gpu_is_compiled_on_request_alone(monkeypatch):
     gpu = Machine(GPU, fp16=True, bf16=True, compiler=True, libaio=False)
     recipe = catalog.load("default/sotu", steps=10**7)
     by_stage = {stage: resolve(recipe, f"zero{stage}", 1, gpu) for stage in (2, 3)}
-    assert job.compiles("auto", by_stage[2], gpu)
-    assert not job.compiles("auto", by_stage[3], gpu)
-    assert job.compiles("on", by_stage[3], gpu)
-    assert job.compiles("auto", by_stage[3], CPU)
+    assert job.compiles("auto", by_stage[2], gpu)[0]
+    assert not job.compiles("auto", by_stage[3], gpu)[0]
+    assert job.compiles("on", by_stage[3], gpu)[0]
+    assert job.compiles("auto", by_stage[3], CPU)[0]
     before_ampere = replace(gpu, bf16=False)
-    assert not job.compiles("auto", by_stage[2], before_ampere)
-    assert job.compiles("on", by_stage[2], before_ampere)
+    assert not job.compiles("auto", by_stage[2], before_ampere)[0]
+    assert job.compiles("on", by_stage[2], before_ampere)[0]
 
 
 WHOLE = [

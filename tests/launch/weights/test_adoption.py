@@ -593,9 +593,7 @@ def test_an_adoption_that_was_killed_begins_again_by_the_same_command(theirs, tm
 
 def test_a_directory_that_is_not_there_is_said_to_be_that(tmp_path):
     with pytest.raises(ProblemsError, match=f"{tmp_path}/none: no such directory"):
-        pretrain.adoption_of(
-            SimpleNamespace(adopt=str(tmp_path / "none"), out="o", weights_args=[], given=())
-        )
+        Adoption.of(str(tmp_path / "none"), SimpleNamespace(out="o", weights_args=[], given=()))
 
 
 # --- the next losses
