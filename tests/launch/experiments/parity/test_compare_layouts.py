@@ -13,12 +13,14 @@ import pytest
 import torch
 from compared import COMMAND, ODD_SHAPES, folder, rows_of, train_and_compare
 from launching import run
+from matplotlib.figure import Figure
 
 from ds_configs.plan import HOST, Machine
 from launch import compare_layouts
 from launch.console import ends
 from launch.experiments.parity import comparison
 from launch.experiments.parity.comparison import RunOutcome, compare, read_outcome
+from launch.experiments.parity.curves import draw_curves
 from launch.experiments.parity.layout_cases import CASES, FORCED, REFERENCE, LayoutCase, case_plan
 from launch.experiments.parity.layout_runs import run_cases
 from recipes import catalog
@@ -34,7 +36,28 @@ def test_the_command_compares_what_is_asked_for(tmp_path):
     assert done.returncode == 0, done.stdout[-6000:]
     assert rows_of(done.stdout) == {"pp2": "yes"}
     assert (tmp_path / "out" / "pp2" / "result.json").is_file()
-    assert "on top of it 1 layouts" in (tmp_path / "curves.svg").read_text()
+    assert (tmp_path / "curves.svg").read_text().startswith("<?xml")
+
+
+def test_the_picture_says_how_many_layouts_differ_by_how_much_at_most(tmp_path, monkeypatch):
+    """One line below: the largest difference of each step; layouts in bf16 and cut short do not count."""
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure.axes))
+    cases = [case for case in CASES if case.states == "fp32"][:3]
+    (bf16, *_) = [case for case in CASES if case.states == "bf16"]
+    losses = ([6.0, 5.0], [6.0, 5.0 + 2**-21], [6.0 - 2**-20, 5.0], [6.0])
+    one, *others = map(RunOutcome, (REFERENCE, *cases), losses)
+    draw_curves(
+        one, [*others, RunOutcome(bf16, [6.1, 5.1])], tmp_path / "curves.png", "GPT-2 of 2M parameters"
+    )
+    ((above, below),) = drawn
+    assert above.get_title(loc="left") == "GPT-2 of 2M parameters"
+    assert "2 layouts, largest difference 9.5e-7" in [text.get_text() for text in below.texts]
+    (line,) = below.get_lines()
+    assert list(line.get_ydata()) == [2**-20, 2**-21] and line.get_drawstyle() == "steps-mid"
+    (band,) = below.collections
+    top = band.get_paths()[0].get_extents().y1
+    assert top == 4 * 2**-21, "units in the last place of fp32, of a loss from 4 to 8"
 
 
 def test_a_loss_that_is_lost_is_said(tmp_path):
