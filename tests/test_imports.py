@@ -119,10 +119,13 @@ def test_no_modules_import_each_other_in_a_circle():
 
 
 # What may only fall: tokens of the packages, tokens a code line of what pretrain.py reaches over all its
-# imports, and files that a tiny run of GPT-2 loads.
+# imports, files that a tiny run of GPT-2 loads, functions and class bodies (and their files) that it passes
+# before the first forward of a layer.
 MOST_TOKENS = 325_011
 MOST_TOKENS_A_LINE = 8.74
 MOST_FILES_LOADED = 110
+MOST_FUNCTIONS_PASSED = 620
+MOST_FILES_PASSED = 80
 APART = (
     *("launch.planning", "launch.tables", "launch.reports", "launch.evaluation", "launch.experiments"),
     *("data.tasks", "data.prepare"),
@@ -176,27 +179,43 @@ def test_a_line_holds_no_more():
     assert found <= MOST_TOKENS_A_LINE, f"{found:.2f} tokens a line"
 
 
-def test_a_run_loads_no_more(tmp_path):
+def test_a_start_passes_no_more(tmp_path):
+    """Files that a tiny run loads; functions and files that it passes before a layer's first forward."""
     modules = {str(file) for file in MODULES.values() if file.name != "__init__.py"}
-    words = ["launch/pretrain.py", "--tiny", "--steps", "2", "--ds_config", "zero1", "--out"]
+    words = ["launch/pretrain.py", "--tiny", "--steps", "2", "--ds_config", "zero3_offload", "--out"]
     program = f"""
 import os, sys
 from pathlib import Path
+modules = {modules!r}
+passed = {{}}
+before = []
+def profile(frame, event, _):
+    code = frame.f_code
+    name = code.co_name
+    if event != "call" or code.co_filename not in modules or name.startswith("<"):
+        return
+    if name == "forward" and code.co_filename.startswith({str(ROOT / "modeling")!r}):
+        before.extend(passed)
+        sys.setprofile(None)
+    passed[code.co_filename, code.co_firstlineno] = None
 def count(code, leave=os._exit):
     files = {{getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}}
-    own = files & {modules!r}
-    Path({str(tmp_path / "loaded")!r}).write_text(str(len(own)))
+    figures = len(files & modules), len(before), len({{file for file, _ in before}})
+    Path({str(tmp_path / "figures")!r}).write_text(" ".join(map(str, figures)))
     leave(code)
 os._exit = count
 sys.argv = {[*words, str(tmp_path / "run")]!r}
+sys.setprofile(profile)
 from launch import pretrain
 pretrain.main()
 count(0)
 """
     done = run([sys.executable, "-c", program], timeout=120)
     assert done.returncode == 0, done.stdout[-2000:]
-    found = int((tmp_path / "loaded").read_text())
-    assert found <= MOST_FILES_LOADED, f"{found} files are loaded"
+    loaded, functions, files = map(int, (tmp_path / "figures").read_text().split())
+    assert loaded <= MOST_FILES_LOADED, f"{loaded} files are loaded"
+    assert (functions <= MOST_FUNCTIONS_PASSED) and (files <= MOST_FILES_PASSED), f"{functions}, {files}"
+    assert functions > 300, "it counts"
 
 
 # What only some runs need: a function imports it where a run chooses it.

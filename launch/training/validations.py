@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,7 +13,6 @@ import torch
 from data.loader import MicroBatch, micro_batch, validation_batches
 from data.samples.fields import HeldOut
 from data.text.documents import SkippedRecords
-from launch.checkpoints.manifest import KnownLoss
 from launch.checkpoints.run_checkpoints import Checkpoint
 from launch.ranks import processes
 from launch.ranks.watchdog import Phase
@@ -21,6 +21,9 @@ from launch.training.engine import other_shape, validate
 from launch.training.run import TrainingRun, due
 from recipes.families import fields_of
 from recipes.schema import Recipe
+
+if TYPE_CHECKING:
+    from launch.checkpoints.manifest import KnownLoss
 
 SAMPLE_POSITIONS = 32
 
@@ -107,6 +110,8 @@ class Validations:
         batch = {name: values.tolist() for name, values in self.sample.items()}
         if loss is None:
             return None
+        from launch.checkpoints.manifest import KnownLoss
+
         return KnownLoss(loss, self._run.job.plan.precision, batch)
 
     def prove(self, checkpoint: Checkpoint, *, weights: bool) -> None:
