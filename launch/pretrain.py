@@ -483,10 +483,10 @@ def weights_of(run: RecordedRun) -> StartingModel | None:
         return None
     from launch.weights.starting_model import StartingModel
 
-    found: StartingModel = checked(
+    weights: StartingModel = checked(
         TypeAdapter(StartingModel), {**said, "recipe": run.path}, run.path
     )
-    return found
+    return weights
 
 
 if __name__ == "__main__":

@@ -79,13 +79,13 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as argparse does. Raises ProblemsError: unknown words, and flags that exclude each other."""
         self._typed = [*(sys.argv[1:] if args is None else args)]
-        found, rest = super().parse_known_args(self._typed, namespace)
-        problems = [*self._unknown(rest), *self._problems(found)]
+        parsed, rest = super().parse_known_args(self._typed, namespace)
+        problems = [*self._unknown(rest), *self._problems(parsed)]
         if problems:
             raise ProblemsError(problems)
         if rest:
             self.error(f"{' '.join(rest)} belongs to no flag")
-        return found, rest
+        return parsed, rest
 
     def error(self, message: str) -> NoReturn:
         """Refuse the command line, with flags that are unknown."""
@@ -126,10 +126,10 @@ class Parser(argparse.ArgumentParser):
         """Print help, usage or an error; unlike argparse raise OSError where the output takes nothing."""
         print(message, file=file or sys.stderr, end="", flush=True)
 
-    def _problems(self, found: argparse.Namespace) -> Iterator[Problem]:
+    def _problems(self, parsed: argparse.Namespace) -> Iterator[Problem]:
         typed = [
             f"--set {text.partition('=')[0].strip()}"
-            for text in getattr(found, "set", ())
+            for text in getattr(parsed, "set", ())
         ]
         for word in sorted({word for word in typed if typed.count(word) > 1}):
             yield Problem(
@@ -142,10 +142,10 @@ class Parser(argparse.ArgumentParser):
             for each in self._actions
             if each.option_strings and each.dest != "local_rank"
         ):
-            value = getattr(found, action.dest, action.default)
+            value = getattr(parsed, action.dest, action.default)
             flag = action.option_strings[0]
             values.add(f"{flag} {'none' if value is None else value}")
-            if action.dest in getattr(found, "given", ()) or value != action.default:
+            if action.dest in getattr(parsed, "given", ()) or value != action.default:
                 typed.append(flag)
                 flags.add(flag)
         for flag, others, reason in (

@@ -52,13 +52,13 @@ def columns(stream: TextIO | None = None) -> int | None:
     """Return the columns of the terminal `stream` (standard output); None if it is no terminal."""
     stream = stream or sys.stdout
     try:
-        found = (
+        width = (
             os.get_terminal_size(stream.fileno()).columns if stream.isatty() else None
         )
     except (OSError, ValueError):  # a stream without a descriptor
-        found = None
+        width = None
     # A pseudo-terminal of unknown width has 0 columns.
-    return max(found, LEAST) if found else None
+    return max(width, LEAST) if width else None
 
 
 def wrapped(text: str, width: int | None, hang: int = 2) -> str:

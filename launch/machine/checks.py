@@ -109,7 +109,7 @@ def unchecked(why: str) -> Check:
 
 def run(functions: Mapping[str, Function]) -> list[Check]:
     """Return the findings of all functions in their order; an exception becomes a failed finding."""
-    found = list[Check]()
+    every = list[Check]()
     for key, function in functions.items():
         try:
             made = function()
@@ -126,8 +126,8 @@ def run(functions: Mapping[str, Function]) -> list[Check]:
             came = f"the check itself broke: {type(error).__name__}: {told} ({at.name}, line {at.lineno})"
             fix = "report this line; the other checks hold without it"
             checks = [failed(came, fix)]
-        found += (dataclasses.replace(check, key=key) for check in checks)
-    return found
+        every += (dataclasses.replace(check, key=key) for check in checks)
+    return every
 
 
 def refused(problems: Iterable[Problem]) -> list[Check]:
@@ -192,15 +192,15 @@ def packages(recipe: Recipe) -> Check:
 
 def kernels() -> Check:
     """Check that torch has machine code or PTX for every visible GPU."""
-    found = gpus()
-    if not found:
+    own = gpus()
+    if not own:
         return unchecked("no GPU")
     built = built_for()
     if not built:
         return unchecked("torch does not say what it is built for")
     without = {
         gpu.capability: gpu
-        for gpu in found
+        for gpu in own
         if gpu.capability and not runs_on(gpu.capability, built)
     }
     if not without:

@@ -43,10 +43,10 @@ def describe(repository: Path = REPOSITORY) -> dict[str, Any]:
     Only cores that this process may use are counted (containers and taskset allow fewer than the machine
     has), and accelerators that it sees on this node.
     """
-    found = gpus()
+    seen = gpus()
     cuda = None
     nccl = None
-    if found:
+    if seen:
         import torch
 
         cuda = torch.version.cuda
@@ -57,9 +57,9 @@ def describe(repository: Path = REPOSITORY) -> dict[str, Any]:
         "cpu": cpu_model(),
         "cores": cores(),
         "memory_gb": round(physical_memory() / 1e9, 1),
-        "accelerator": found[0].name if found else "cpu",
-        "accelerators": len(found),
-        "accelerator_memory_gb": round(found[0].total / 1e9, 1) if found else None,
+        "accelerator": seen[0].name if seen else "cpu",
+        "accelerators": len(seen),
+        "accelerator_memory_gb": round(seen[0].total / 1e9, 1) if seen else None,
         "cuda": cuda,
         "nccl": nccl,
         "driver": driver() if cuda else None,
@@ -236,10 +236,10 @@ def halves_of_cores(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[bool, bool] 
     """
     if not cpuinfo.exists():
         return None
-    found = re.search(r"^flags\s*:(.*)$", cpuinfo.read_text(), re.M)
-    if not found:
+    listed = re.search(r"^flags\s*:(.*)$", cpuinfo.read_text(), re.M)
+    if not listed:
         return None
-    flags = set(found[1].split())
+    flags = set(listed[1].split())
     both = "avx_ne_convert" in flags
     return both or "avx512_fp16" in flags, both or not flags.isdisjoint(
         {"avx512_bf16", "amx_bf16"}
@@ -267,7 +267,7 @@ def gpus(with_free: bool = False) -> list[VisibleGpu]:
     import torch
 
     module = processes.device_module()
-    found = []
+    seen = []
     for number in range(count):
         facts = module.get_device_properties(number)
         capability = (
@@ -276,10 +276,10 @@ def gpus(with_free: bool = False) -> list[VisibleGpu]:
             else None
         )
         free = module.mem_get_info(number)[0] if with_free else 0
-        found.append(
+        seen.append(
             VisibleGpu(facts.name, capability, float(facts.total_memory), float(free))
         )
-    return found
+    return seen
 
 
 def missing_for_compiling() -> list[str]:

@@ -17,20 +17,20 @@ from recipes.problems import counted
 
 def accelerator() -> Check:
     """Check the GPUs that torch sees, and their free memory."""
-    found = gpus(with_free=True)
-    if not found:
+    seen = gpus(with_free=True)
+    if not seen:
         return no_gpu()
     names = ", ".join(
-        dict.fromkeys(f"{gpu.name} ({gpu.total / 1e9:.3g} GB)" for gpu in found)
+        dict.fromkeys(f"{gpu.name} ({gpu.total / 1e9:.3g} GB)" for gpu in seen)
     )
-    came = f"{counted(len(found), 'GPU')}: {names}"
-    if len({gpu.name for gpu in found}) > 1:
+    came = f"{counted(len(seen), 'GPU')}: {names}"
+    if len({gpu.name for gpu in seen}) > 1:
         return warning(
             f"{came}: the slowest sets the pace",
             "choose equal ones: CUDA_VISIBLE_DEVICES",
         )
     taken = [
-        str(number) for number, gpu in enumerate(found) if gpu.free < 0.9 * gpu.total
+        str(number) for number, gpu in enumerate(seen) if gpu.free < 0.9 * gpu.total
     ]
     if taken:
         came += f"; of the memory of {', '.join(taken)} more than a tenth is taken"
@@ -90,18 +90,18 @@ def cuda_compiler() -> Check:
     wanted = torch_cuda()
     if wanted is None:
         return unchecked(f"torch {installed('torch')} has no CUDA")
-    found = nvcc_version()
-    if found is None:
+    release = nvcc_version()
+    if release is None:
         return warning(
             "no nvcc: no NVMe offload",
             f"install the CUDA toolkit {wanted} and set CUDA_HOME",
         )
-    if found.split(".")[0] == wanted.split(".")[0]:
-        return ok(f"nvcc {found}; torch has CUDA {wanted}")
-    came = f"nvcc {found}, and torch has CUDA {wanted}: DeepSpeed's CUDA ops need the same major version"
+    if release.split(".")[0] == wanted.split(".")[0]:
+        return ok(f"nvcc {release}; torch has CUDA {wanted}")
+    came = f"nvcc {release}, and torch has CUDA {wanted}: DeepSpeed's CUDA ops need the same major version"
     return failed(
         came,
-        f"set CUDA_HOME to a CUDA toolkit {wanted}, or install torch for CUDA {found}",
+        f"set CUDA_HOME to a CUDA toolkit {wanted}, or install torch for CUDA {release}",
     )
 
 
@@ -123,5 +123,5 @@ def nvcc_version() -> str | None:
         ).stdout
     except (OSError, subprocess.TimeoutExpired):
         return None
-    found = re.search(r"release (\d+\.\d+)", said)
-    return found[1] if found else None
+    named = re.search(r"release (\d+\.\d+)", said)
+    return named[1] if named else None

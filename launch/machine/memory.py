@@ -181,7 +181,7 @@ def fullest_stage(plan: Plan) -> tuple[int, int]:
     recipe = plan.recipe
     vocab = plan.padded_vocab
     pp = plan.layout.pp
-    found = []
+    stages = []
     for stage, layers in enumerate(cost.stages_of(recipe, vocab, pp)):
         parameters = cost.parameters_per_rank(
             recipe.model,
@@ -192,8 +192,8 @@ def fullest_stage(plan: Plan) -> tuple[int, int]:
             first=stage == 0,
             last=stage == pp - 1,
         )
-        found.append((parameters, layers))
-    return max(found)
+        stages.append((parameters, layers))
+    return max(stages)
 
 
 def largest_master(plan: Plan) -> float:

@@ -70,9 +70,9 @@ def leave_to_torchrun(said: str) -> None:
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file and said.strip():
         line = said.strip().splitlines()[0]
-        found = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
+        told = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
         with contextlib.suppress(OSError):
-            Path(file).write_text(json.dumps({"message": found}))
+            Path(file).write_text(json.dumps({"message": told}))
 
 
 def keep_error(directory: Path, text: str) -> None:
@@ -208,7 +208,7 @@ def out_of_memory_said_by(error: BaseException) -> str | None:
 
 def out_of_memory_reason(directory: Path) -> str | None:
     """Name the lowest rank with an OOM traceback, its line and the number of others, or None."""
-    found = []
+    causes = []
     for path in directory.glob(ERROR_FILES):
         number = path.stem.rpartition("-")[2]
         with contextlib.suppress(OSError):
@@ -216,9 +216,9 @@ def out_of_memory_reason(directory: Path) -> str | None:
                 path.read_text(encoding="utf-8", errors="replace")
             )
             if said and number.isdecimal():
-                found.append((int(number), said))
-    if not found:
+                causes.append((int(number), said))
+    if not causes:
         return None
-    first, said = min(found)
-    others = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    first, said = min(causes)
+    others = f" (and {len(causes) - 1} more)" if len(causes) > 1 else ""
     return f"rank {first}: {said}{others}"

@@ -59,14 +59,14 @@ def nccl_interfaces(nccl: str, interfaces: Sequence[str]) -> list[str]:
     """
     sign = next((each for each in ("^=", "=^", "^", "=") if nccl.startswith(each)), "")
     listed = tuple(name for name in nccl[len(sign) :].split(",") if name)
-    found = []
+    interfaces = []
     for interface in interfaces:
         meant = interface in listed
         if "=" not in sign:
             meant = interface.startswith(listed)
         if meant != ("^" in sign):
-            found.append(interface)
-    return found
+            interfaces.append(interface)
+    return interfaces
 
 
 def check_named(environ: Mapping[str, str]) -> None:
@@ -99,14 +99,14 @@ def interfaces_with_address() -> list[str]:
     """
     import psutil
 
-    found = []
+    names = []
     for name, addresses in psutil.net_if_addrs().items():
         for family, address, *_ in addresses:
             six = family == socket.AF_INET6 and not address.startswith("fe80:")
             if family == socket.AF_INET or six:
-                found.append(name)
+                names.append(name)
                 break
-    return found
+    return names
 
 
 def check_own_address(environ: Mapping[str, str]) -> None:

@@ -148,11 +148,11 @@ def started(environ: Environ) -> LaunchStart | None:
 
 def carried(environ: Environ) -> dict[str, str]:
     """Select the variables that ranks on other machines take from rank 0, unless they have their own."""
-    found = {}
+    values = {}
     for name, value in environ.items():
         if name.startswith(CARRIED) and not any(word in name for word in NOT_CARRIED):
-            found[name] = value
-    return found
+            values[name] = value
+    return values
 
 
 def sees_own_device(environ: Environ, visible: Iterable[str]) -> bool:
@@ -186,8 +186,8 @@ def first_host(written: str) -> str:
 
 def tasks_per_node(written: str) -> list[int]:
     """Parse the tasks of each node, in order: "4(x2),3" is 4, 4, 3."""
-    found = re.findall(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", written)
-    return [int(count) for count, times in found for _ in range(int(times or 1))]
+    counts = re.findall(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", written)
+    return [int(count) for count, times in counts for _ in range(int(times or 1))]
 
 
 def _slurm(environ: Environ) -> LaunchStart | None:

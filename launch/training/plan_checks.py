@@ -74,9 +74,9 @@ def of_machines(job: Job, meeting: Meeting) -> list[Check]:
     shared_directory.check_all(meeting, existing(job.directory))
     report = socket.gethostname(), own if processes.local_rank() == 0 else []
     reports = meeting.to_rank_0(REPORT.dump_python(report, mode="json"))
-    found = merged([REPORT.validate_python(each) for each in reports])
-    meeting.all_or_none(partial(checks.refuse, found))
-    return found
+    findings = merged([REPORT.validate_python(each) for each in reports])
+    meeting.all_or_none(partial(checks.refuse, findings))
+    return findings
 
 
 def merged(reports: Sequence[tuple[str, list[Check]]]) -> list[Check]:
@@ -85,8 +85,8 @@ def merged(reports: Sequence[tuple[str, list[Check]]]) -> list[Check]:
     A check that only some machines could make is taken from those. Versions that differ are a failure.
     """
     said: dict[str, dict[Check, list[str]]] = {}
-    for host, found in reports:
-        for check in found:
+    for host, made in reports:
+        for check in made:
             said.setdefault(check.key, {}).setdefault(check, []).append(host)
     told = list[Check]()
     for hosts_of in said.values():
@@ -106,12 +106,12 @@ def _told_apart(hosts_of: dict[Check, list[str]]) -> Iterator[Check]:
         yield check
 
 
-def text(found: Sequence[Check], width: int | None) -> str:
+def text(made: Sequence[Check], width: int | None) -> str:
     """Write how many checks found nothing, what was not checked and why, and a line for each finding."""
-    good = sum(check.verdict == "ok" for check in found)
+    good = sum(check.verdict == "ok" for check in made)
     lines = [f"{counted(good, 'check')} ok"]
     whys: dict[str, list[str]] = {}
-    for check in found:
+    for check in made:
         if check.verdict == "not checked":
             whys.setdefault(check.found, []).append(check.key)
         elif check.verdict != "ok":

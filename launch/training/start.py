@@ -279,9 +279,9 @@ def open_run_directory(job: Job) -> RunDirectory | None:
 
 def make_quick_checks(job: Job) -> None:
     """Make the checks of every start; rank 0 prints warnings. Raises ProblemsError for what failed."""
-    found = checks.run(checks.quick(job.plan.recipe, job.directory))
-    checks.refuse(found)
-    for check in found:
+    made = checks.run(checks.quick(job.plan.recipe, job.directory))
+    checks.refuse(made)
+    for check in made:
         if check.verdict == "warning":
             warn_on_rank_0(f"{check.found}; {check.fix}")
 
@@ -300,7 +300,7 @@ def system_refusals(place: Path) -> Iterator[None]:
         raise
 
 
-def show_plan(job: Job, found: list[checks.Check]) -> None:
+def show_plan(job: Job, made: list[checks.Check]) -> None:
     """Print on rank 0 the plan of the job, and what was found on the machines."""
     from data.text.held_out import describe_text
     from launch.records.plan_text import Surroundings, describe_plan
@@ -328,7 +328,7 @@ def show_plan(job: Job, found: list[checks.Check]) -> None:
         )
         columns = terminal.columns()
         print(describe_plan(job.plan, job.facts.name, surroundings, columns))
-        print(f"\n{plan_checks.text(found, columns)}")
+        print(f"\n{plan_checks.text(made, columns)}")
 
 
 def run(job: Job, directory: RunDirectory | None, meeting: Meeting) -> None:
@@ -404,11 +404,11 @@ def run(job: Job, directory: RunDirectory | None, meeting: Meeting) -> None:
         if stopped:
             recorded = recorder.finish(Ending("interrupted", peaks=peaks), str(stopped))
         else:
-            found = Ending()
+            ended = Ending()
             if directory:
                 with recorder.keeping("the sample or the scores"):
-                    found = job.outcome(job, corpus)
-            recorded = recorder.finish(replace(found, peaks=peaks))
+                    ended = job.outcome(job, corpus)
+            recorded = recorder.finish(replace(ended, peaks=peaks))
         if not processes.agreed(recorded, min, grid.control_group):
             raise SystemExit(NOT_RECORDED)
 
