@@ -59,14 +59,14 @@ def nccl_interfaces(nccl: str, interfaces: Sequence[str]) -> list[str]:
     """
     sign = next((each for each in ("^=", "=^", "^", "=") if nccl.startswith(each)), "")
     listed = tuple(name for name in nccl[len(sign) :].split(",") if name)
-    interfaces = []
+    chosen = []
     for interface in interfaces:
         meant = interface in listed
         if "=" not in sign:
             meant = interface.startswith(listed)
         if meant != ("^" in sign):
-            interfaces.append(interface)
-    return interfaces
+            chosen.append(interface)
+    return chosen
 
 
 def check_named(environ: Mapping[str, str]) -> None:
