@@ -132,8 +132,18 @@ class _Handler(BaseHTTPRequestHandler):
 
     def tree(self, kind: str, name: str, below: str | None, body: bytes) -> None:
         found = self._known(kind, name)
-        if found:
-            self._send(200, [_entry(path, data) for path, data in found.files.items()])
+        if not found:
+            return
+        root = f"{below.strip('/')}/" if below else ""
+        folded = "recursive=true" not in self.path.lower()
+        entries = {}
+        for path, data in found.files.items():
+            if path.startswith(root):
+                head, more, _ = path.removeprefix(root).partition("/")
+                folder = {"type": "directory", "path": root + head, "oid": "0" * 40, "size": 0}
+                entry = folder if more and folded else _entry(path, data)
+                entries[entry["path"]] = entry
+        self._send(200 if entries else 404, list(entries.values()))
 
     def paths_info(self, kind: str, name: str, body: bytes) -> None:
         found = self._known(kind, name)
