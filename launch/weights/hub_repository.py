@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, HfApi, get_token
 
+from launch.ranks import ending
 from recipes.problems import Problem, ProblemsError, some
 
 FLAG = "--push"
 # files that the hub itself puts into a new repository
 OF_THE_HUB = {".gitattributes"}
 MESSAGE = "Export of megarecipes"
-
-
-class PushFailed(RuntimeError):
-    """An export that is whole on the disk, and that the hub did not take."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +32,7 @@ class Repository:
     head: str | None
 
     def push(self, directory: Path) -> None:
-        """Push every file of the directory in one commit. Raises PushFailed."""
+        """Push every file of the directory in one commit. Raises Failed."""
         files = sorted(directory.iterdir())
         added = [CommitOperationAdd(file.name, file) for file in files]
         try:
@@ -49,7 +45,7 @@ class Repository:
                 f"{directory} is exported and checked, and not pushed to {self.address}"
             )
             fix = f"push it with: hf upload {self.name} {directory}"
-            raise PushFailed(f"{came}: {_said(error)}; {fix}") from error
+            raise ending.Failed(f"{came}: {_said(error)}; {fix}") from error
 
 
 def opened(name: str) -> Repository:
@@ -58,10 +54,16 @@ def opened(name: str) -> Repository:
     Raises ProblemsError: a name that the hub does not take, no token, files in the repository, or a refusal
     of the hub, such as that of a token without the right to write.
     """
-    problems = list(_unfit(name))
+    came = f"{FLAG} {name}"
+    problems = []
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name, re.ASCII):
+        rule = "a repository is called USER/NAME, of letters, digits, -, _ and ."
+        problems.append(Problem(FLAG, came, rule, f"give {FLAG} USER/NAME"))
+    if not get_token():
+        fix = "set HF_TOKEN to one that may write, or log in with: hf auth login"
+        problems.append(Problem(FLAG, came, "no token of the hub is there", fix))
     if problems:
         raise ProblemsError(problems)
-    came = f"{FLAG} {name}"
     hub = HfApi()
     try:
         page = hub.create_repo(name, private=True, exist_ok=True)
@@ -69,23 +71,13 @@ def opened(name: str) -> Repository:
     except Exception as error:
         fix = "check the name, the token's right to write, and the network"
         raise ProblemsError.of(FLAG, came, _said(error), fix) from error
-    files = [each.rfilename for each in found.siblings or ()]
-    held = sorted(set(files) - OF_THE_HUB)
+    files = {each.rfilename for each in found.siblings or ()}
+    held = sorted(files - OF_THE_HUB)
     if held:
         rule = f"holds {some(held)}: nothing is overwritten or mixed"
         raise ProblemsError.of(FLAG, came, rule, "name a new repository")
     seen_by = "private" if found.private else "public"
     return Repository(name, f"{page} ({seen_by})", found.sha)
-
-
-def _unfit(name: str) -> Iterator[Problem]:
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name, re.ASCII):
-        rule = "a repository is called USER/NAME, of letters, digits, -, _ and ."
-        yield Problem(FLAG, f"{FLAG} {name}", rule, f"give {FLAG} USER/NAME")
-    if not get_token():
-        rule = "no token of the hub is there"
-        fix = "set HF_TOKEN to one that may write, or log in with: hf auth login"
-        yield Problem("HF_TOKEN", FLAG, rule, fix)
 
 
 def _said(error: Exception) -> str:

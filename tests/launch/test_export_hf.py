@@ -29,11 +29,11 @@ from data.text.vocabulary import vocabulary_digest
 from launch import export_hf
 from launch.checkpoints import run_checkpoints
 from launch.checkpoints.stored import load_weights
+from launch.ranks import ending
 from launch.records import vocabulary
 from launch.records.metrics import read_metrics
 from launch.weights import export as exporting
 from launch.weights.export import ExportMismatch
-from launch.weights.hub_repository import PushFailed
 from modeling.families import conversion_of
 from modeling.formats.huggingface import bert, gpt2
 from modeling.formats.huggingface.conversion import Form
@@ -320,7 +320,7 @@ def test_an_export_stays_where_somebody_else_filled_the_repository_meanwhile(
 
     monkeypatch.setattr(exporting, "export", meanwhile)
     out = tmp_path / "out"
-    with pytest.raises(PushFailed, match=f"not pushed to .*me/empty .public.: .*hf upload me/empty {out}"):
+    with pytest.raises(ending.Failed, match=f"not pushed to .*me/empty .public.: .*hf upload me/empty {out}"):
         export_hf.export(trained("one process"), out, push="me/empty")
     assert hub.models["me/empty"].files == OF_THE_HUB and (out / "model.safetensors").exists()
 
