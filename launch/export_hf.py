@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,9 @@ examples:
   python launch/export_hf.py runs/default-sotu-zero3_offload \\
       --out exported-200 --step 200 --dtype bfloat16
       an older checkpoint, in half the size
+  HF_TOKEN=... python launch/export_hf.py runs/default-sotu-zero3_offload \\
+      --out exported --push USER/NAME
+      and push the export to the hub
 
 one process is enough, and no GPU. A GPT-2 becomes a GPT2LMHeadModel; a BERT a
 BertForPreTraining (post-LN) or MegatronBertForPreTraining (pre-LN), or their
@@ -40,8 +44,11 @@ again with transformers and its logits are compared with those of our own
 model before it appears under its name; a larger one is read again tensor by
 tensor, and that is said. More than 5 GB are written in shards.
 `pretrain.py --init_from` takes an export, or the run directory itself.
+--push makes a private repository before the export, so that the hub refuses
+first what it refuses. An empty repository that is there is taken as it is;
+files in one are never overwritten.
 exit codes: 0 exported and checked, 1 the logits or the written tensors
-differ, 2 refused."""
+differ, or the hub did not take the export, 2 refused."""
 
 
 def build_parser() -> ArgumentParser:
@@ -65,6 +72,8 @@ def build_parser() -> ArgumentParser:
     )
     force = "compare logits even where memory seems too small for it"
     add("--compare_logits", action="store_true", help=force)
+    push = "push the export to this repository of the hub: a new one, which is private, or an empty one"
+    add("--push", metavar="USER/NAME", help=push)
     return parser
 
 
@@ -78,10 +87,10 @@ def main() -> None:
     logging.disable_progress_bar()
     try:
         how = dict(step=args.step, dtype=args.dtype, compare_logits=args.compare_logits)
-        done, recipe = export(args.run, args.out, **how)
+        done, recipe = export(args.run, args.out, push=args.push, **how)
     except ValueError as e:
         ending.refuse(e)
-    except ExportMismatch as e:
+    except (ExportMismatch, ending.Failed) as e:
         ending.refuse(e, code=1)
     print(describe(done, recipe))
 
@@ -93,20 +102,25 @@ def export(
     step: int | None = None,
     dtype: str = "float32",
     compare_logits: bool = False,
+    push: str | None = None,
 ) -> tuple[Export, Recipe]:
     """Export one checkpoint of `run` to the new directory `out`; return its facts and the run's recipe.
+
+    `push`: USER/NAME of a repository of the hub that takes the export, too.
 
     Raises:
         ValueError: no run, no such complete checkpoint, a model that `transformers` does not have, files
             that are damaged, or `out` is not empty.
         ExportMismatch: `transformers` computes other logits than our model from the same weights, or other
             numbers were written.
+        Failed: the export is whole, and the hub did not take it.
     """
     from launch.checkpoints import run_checkpoints
     from launch.console.progress import bar
     from launch.records import vocabulary
     from launch.records.directory import RunDirectory
     from launch.weights import export as exporting
+    from launch.weights import hub_repository
     from modeling.formats.huggingface.conversion import check_convertible
 
     run = Path(run)
@@ -119,6 +133,7 @@ def export(
     # an export takes its place whole
     place = place.resolve() if place.is_symlink() else place
     tokenizer = vocabulary.load(run)
+    repository = hub_repository.opened(push) if push else None
     size = checkpoint.manifest.bytes
     with bar(
         sys.stderr, total=size, unit="B", unit_scale=True, desc="checksums"
@@ -127,6 +142,9 @@ def export(
             checkpoint, recipe, tokenizer, place, dtype, run=run, compare_logits=compare_logits,
             seen=shown.update,
         )  # fmt: skip
+    if repository:
+        repository.push(place)
+        done = replace(done, pushed=repository.address)
     return done, recipe
 
 
@@ -158,11 +176,12 @@ def describe(done: Export, recipe: Recipe) -> str:
     lines = "\n  ".join(
         usage.format(directory=done.directory, prompt=repr(prompt)).splitlines()
     )
-    return f"""{done.checkpoint} -> {done.directory}: {done.dtype}{files}, step {done.step}
-{checked}
+    pushed = f"; pushed to {done.pushed}" if done.pushed else ""
+    return f"""use it
+  {lines}
 
-use it
-  {lines}"""
+{checked}
+{done.checkpoint} -> {done.directory}: {done.dtype}{files}, step {done.step}{pushed}"""
 
 
 if __name__ == "__main__":

@@ -187,7 +187,7 @@ def run(args: argparse.Namespace, screen: Screen) -> None:
         print(f"{args.out}: already complete, made by the same command")
     else:
         print(as_text(report).split("\n\ninput")[0])
-        print(f"\n{Path(args.out) / 'report.txt'} has the checksums and arguments too")
+        print(f"\n{args.out}: the store; report.txt in it has checksums and arguments")
 
 
 def _stop(number: int, frame: object) -> None:

@@ -1,8 +1,10 @@
-"""The documents: every link leads to a file and a heading that are there, and prose fits 110 columns."""
+"""The documents: links lead to what is there, prose fits 110 columns, and commands are those of the parsers."""
 
 from __future__ import annotations
 
+import importlib
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -42,3 +44,18 @@ def test_links_lead_somewhere_and_prose_fits_the_page(document):
         assert not heading or heading in anchors(target), f"{document.name}: no heading {heading} in {name}"
     wide = [line for line in prose(document).splitlines() if len(line) > WIDTH]
     assert not wide, f"{document.name}: {wide[:3]}"
+
+
+def commands(document: Path) -> list[list[str]]:
+    """The words of the lines that start one of our commands, without those with holes (…, [, $, N)."""
+    text = re.sub(r"\\\n\s*", "", document.read_text(encoding="utf-8"))
+    lines = re.findall(r"^(?:    |\$ |python ).*?(launch/\w+\.py .*)$", text, re.M)
+    words = [shlex.split(line, comments=True) for line in lines]
+    return [each for each in words if not re.search(r"[…\[$|`]|\bN\b", " ".join(each))]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_command_has_the_flags_that_a_document_shows(document):
+    for script, *words in commands(document):
+        parser = importlib.import_module(f"launch.{Path(script).stem}").build_parser()
+        parser.parse_args(words)

@@ -116,4 +116,7 @@ def verify(path: Path, step: int | None) -> int:
         terminal.say(f"{directory}: {'damaged' if faults else 'whole'}")
         for fault in faults:
             terminal.say(f"  {fault}")
-    return int(any(found.values()))
+    damaged = sum(map(bool, found.values()))
+    read = f"read {amount(total)} of {counted(len(found), 'checkpoint')}"
+    terminal.say(f"{read}: {damaged or 'none'} damaged")
+    return int(damaged > 0)

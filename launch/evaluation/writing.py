@@ -22,7 +22,7 @@ from launch.ranks import ending
 from modeling.generation import Decoding, EndReason, continued, fill_masks
 from recipes import files
 from recipes.families import FAMILIES
-from recipes.problems import MOST, Problem, visible
+from recipes.problems import MOST, Problem, counted, visible
 
 
 @dataclass(frozen=True)
@@ -200,8 +200,9 @@ def run(job: WritingJob) -> None:
             elif stream is None:
                 show(written, headed=not is_single)
     seconds = time.perf_counter() - began
-    said = f"{total:,} texts, {count:,} tokens in {seconds:.2f} s: {count / seconds:,.0f} tokens/s"
-    terminal.say(said, sys.stderr)
+    said = f"{counted(total, 'text')}, {count:,} tokens in {seconds:.2f} s: {count / seconds:,.0f} tokens/s"
+    kept = f"; written to {job.out}" if job.out else ""
+    terminal.say(said + kept, sys.stderr)
 
 
 def show(written: WrittenText, *, headed: bool) -> None:

@@ -55,6 +55,7 @@ class Export:
         rounding: largest absolute difference of our model's logits with rounded and with float32 weights.
         needed, free: bytes of memory for comparing logits: needed, and available.
         left_out: tokens that the run's vocabulary adds to a text, and training and the export do not.
+        pushed: the repository of the hub that has it too, and who sees it; "" without one.
     """
 
     directory: Path
@@ -67,6 +68,7 @@ class Export:
     needed: int
     free: int
     left_out: tuple[str, ...] = ()
+    pushed: str = ""
 
 
 class ExportMismatch(RuntimeError):

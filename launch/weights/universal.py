@@ -88,15 +88,15 @@ def describe(checkpoint: Checkpoint, out: Path) -> str:
     if scaler is not None:
         power = round(math.log2(scaler.cur_scale))
         scale = f'\n  "fp16": {{"initial_scale_power": {power}}}, which is the run\'s'
-    return f"""{checkpoint.directory} -> {out}: step {held.step}, with both moments of Adam
-go on from it with ZeRO 1, 2 or 3 and, in the DeepSpeed JSON,
+    return f"""go on from it with ZeRO 1, 2 or 3 and, in the DeepSpeed JSON,
   "checkpoint": {{"load_universal": true}}{scale}
 in your loop
   engine.load_checkpoint("{out}")
 in a script with transformers' Trainer
   --config_name {out} --tokenizer_name {out} --resume_from_checkpoint {out}
 which logs, evaluates and saves as {out / "trainer_state.json"} says, every 500 steps: edit it
-JSON and script decide all else; the run's optimizer, schedule and batch stand in {out / "export.json"}"""
+JSON and script decide all else; the run's optimizer, schedule and batch stand in {out / "export.json"}
+{checkpoint.directory} -> {out}: step {held.step}, with both moments of Adam"""
 
 
 def write(  # noqa: PLR0913

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hub_server import OF_THE_HUB, TOKEN, Hub, Repository
+from huggingface_hub import constants
 from launching import ROOT, run, run_ranks
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
@@ -27,8 +29,10 @@ from data.text.vocabulary import vocabulary_digest
 from launch import export_hf
 from launch.checkpoints import run_checkpoints
 from launch.checkpoints.stored import load_weights
+from launch.ranks import ending
 from launch.records import vocabulary
 from launch.records.metrics import read_metrics
+from launch.weights import export as exporting
 from launch.weights.export import ExportMismatch
 from modeling.families import conversion_of
 from modeling.formats.huggingface import bert, gpt2
@@ -245,14 +249,80 @@ def test_half_precision_exports_are_rounded_and_still_checked(trained, tmp_path)
     assert GPT2LMHeadModel.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
 
 
-def test_the_command_and_the_lines_it_prints(trained, tmp_path):
-    done = run(
-        [sys.executable, "launch/export_hf.py", str(trained("one process")), "--out", str(tmp_path / "out")]
-    )
-    assert done.returncode == 0, done.stdout
-    lines = [line.strip() for line in done.stdout.split("use it\n")[1].splitlines()]
+def test_the_command_pushes_what_it_exports_and_prints_lines_that_work(trained, tmp_path):
+    """In a process of its own: huggingface_hub reads HF_ENDPOINT when it is imported."""
+    out = tmp_path / "out"
+    with Hub() as hub:
+        environment = hub.environment(tmp_path / "home")
+        flags = [str(trained("one process")), "--out", str(out), "--push", "me/mine"]
+        done = run([sys.executable, "-m", "launch.export_hf", *flags], env=environment)
+        assert done.returncode == 0, done.stdout
+        pushed = hub.models["me/mine"]
+    assert pushed.private and pushed.commits == 2
+    written = {file.name: file.read_bytes() for file in out.iterdir()}
+    assert pushed.files == {**OF_THE_HUB, **written}
+    said = done.stdout.strip().splitlines()[-1]
+    assert f"-> {out}: float32, step {STEPS}; pushed to {hub.url}/me/mine (private)" in said
+    lines = [line.strip() for line in done.stdout.split("use it\n")[1].split("\n\n")[0].splitlines()]
     used = run([sys.executable, "-c", "\n".join(lines)], cwd=tmp_path)
     assert used.returncode == 0 and "My fellow citizens" in used.stdout, used.stdout
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A hub for this process, and `me/full`, which has weights."""
+    with Hub() as found:
+        for name, value in found.environment(tmp_path / "home").items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(constants, "ENDPOINT", found.url)
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no token"))
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        found.models["me/full"] = Repository({**OF_THE_HUB, "model.safetensors": b"trained for months"})
+        found.models["me/empty"] = Repository()
+        yield found
+
+
+# USER/NAME, the token -> what is said
+REFUSED_PUSHES = {
+    "no name": ("mine", TOKEN, "--push mine: a repository is called USER/NAME"),
+    "a bad name, no token": ("me/ my", "", "(?s)called USER/NAME.*no token .* set HF_TOKEN"),
+    "a wrong token": ("me/mine", "hf_wrong", "--push me/mine: .*Invalid user token; check the name"),
+    "no right": ("you/mine", TOKEN, "--push you/mine: .*don't have the rights"),
+    "weights in it": ("me/full", TOKEN, "--push me/full: holds model.safetensors: nothing is overwritten"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_PUSHES)
+def test_a_push_that_cannot_work_is_refused_before_the_export(case, trained, tmp_path, hub, monkeypatch):
+    name, token, said = REFUSED_PUSHES[case]
+    monkeypatch.setenv("HF_TOKEN", token)
+    monkeypatch.setattr(exporting, "export", None)
+    with pytest.raises(ProblemsError, match=said):
+        export_hf.export(trained("one process"), tmp_path / "out", push=name)
+    assert hub.models.keys() == {"me/full", "me/empty"} and not (tmp_path / "out").exists()
+    assert hub.models["me/full"].commits == 1
+
+
+def test_a_hub_that_does_not_answer_is_named(trained, tmp_path, hub, monkeypatch):
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(ProblemsError, match="--push me/mine: ConnectError.* the network"):
+        export_hf.export(trained("one process"), tmp_path / "out", push="me/mine")
+
+
+def test_an_export_stays_where_somebody_else_filled_the_repository_meanwhile(
+    trained, tmp_path, hub, monkeypatch
+):
+    exported = exporting.export
+
+    def meanwhile(*args, **how):
+        hub.models["me/empty"].commits += 1
+        return exported(*args, **how)
+
+    monkeypatch.setattr(exporting, "export", meanwhile)
+    out = tmp_path / "out"
+    with pytest.raises(ending.Failed, match=f"not pushed to .*me/empty .public.: .*hf upload me/empty {out}"):
+        export_hf.export(trained("one process"), out, push="me/empty")
+    assert hub.models["me/empty"].files == OF_THE_HUB and (out / "model.safetensors").exists()
 
 
 @pytest.mark.long
@@ -260,7 +330,7 @@ def test_the_lines_for_a_bert_fill_in_its_masks(trained, tmp_path):
     directory = trained("bert")
     done, recipe = export_hf.export(directory, tmp_path / "out")
     text = export_hf.describe(done, recipe)
-    lines = [line.strip() for line in text.split("use it\n")[1].splitlines()]
+    lines = [line.strip() for line in text.split("use it\n")[1].split("\n\n")[0].splitlines()]
     used = run([sys.executable, "-c", "\n".join(lines)], cwd=tmp_path)
     assert used.returncode == 0, used.stdout
     answer = used.stdout.strip().splitlines()[-1]

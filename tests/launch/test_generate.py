@@ -167,7 +167,7 @@ def test_a_lone_text_is_streamed(folder, monkeypatch, capsys):
     said = capsys.readouterr()
     assert said.out == f"{visible(''.join(pieces))}\n" and len({*pieces}) > 3
     assert said.out.strip() == visible(plain).strip()
-    assert "step 7" in said.err and "1 texts, 30 tokens" in said.err
+    assert "step 7" in said.err and "1 text, 30 tokens" in said.err
 
 
 def texts_of(folder, monkeypatch, *words) -> list[str]:

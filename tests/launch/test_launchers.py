@@ -4,9 +4,11 @@ import json
 import shlex
 import socket
 import sys
+from pathlib import Path
 
 import pytest
 from launching import ROOT, WORKERS, deepspeed, run, run_ranks
+from rank_server import free_port
 
 from ds_configs.plan import HOST, Machine
 from launch import pretrain
@@ -20,6 +22,19 @@ TORCHRUN = torchrun(2)
 TINY = ["launch/pretrain.py", "--tiny", "--steps", "4", "--set", "precision=fp32"]
 
 
+def accelerate(processes):
+    launcher = str(Path(sys.executable).parent / "accelerate")
+    return [
+        launcher,
+        "launch",
+        "--multi_gpu",
+        "--num_processes",
+        str(processes),
+        "--main_process_port",
+        str(free_port()),
+    ]
+
+
 def losses(directory):
     return [r.loss for r in read_metrics(directory / "metrics.jsonl").steps]
 
@@ -30,6 +45,7 @@ def test_every_launcher_trains_the_same(tmp_path):
         "python": [sys.executable, *TINY, "--ds_config", "zero1"],
         "torchrun": [*TORCHRUN, *TINY, "--ds_config", "ds_configs/zero2.json"],
         "deepspeed": [*deepspeed(2), *TINY, "--ds_config", str(ROOT / "ds_configs" / "pipeline.json")],
+        "accelerate": [*accelerate(2), *TINY, "--ds_config", "zero1"],
     }
     found = {}
     for name, command in launches.items():
@@ -37,8 +53,12 @@ def test_every_launcher_trains_the_same(tmp_path):
         assert done.returncode == 0, done.stdout[-3000:]
         found[name] = losses(tmp_path / name)
     assert len(found["python"]) == 4
-    for launcher in ("torchrun", "deepspeed"):
+    for launcher in ("torchrun", "deepspeed", "accelerate"):
         assert found[launcher] == pytest.approx(found["python"], abs=1e-4), launcher
+    row = json.loads((tmp_path / "accelerate" / "result.json").read_text())
+    assert row["layout"]["dp"] == 2, (
+        "on CPUs accelerate --cpu starts a single process, whatever it is asked for"
+    )
     row = json.loads((tmp_path / "deepspeed" / "result.json").read_text())
     assert row["layout"]["pp"] == 2 and row["layout"]["dp"] == 1 and row["status"] == "ok"
 

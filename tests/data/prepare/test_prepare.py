@@ -581,6 +581,8 @@ def test_five_processes_killed_at_random(full, texts, tmp_path):
             kills += 1
     said = [process.communicate() for process in processes]
     assert [process.returncode for process in processes] == [0] * 5, said
+    lasts = {output.strip().splitlines()[-1].partition(";")[0] for output, _ in said}
+    assert lasts <= {f"{out}: the store", f"{out}: already complete, made by the same command"}
     print(kills, "were killed;", json.loads((out / "report.json").read_text())["run"])
     prepare(dataclasses.replace(chosen, chunk_mb=0.5), tmp_path / "at_once")
     assert contents(tmp_path / "at_once") == contents(out)

@@ -204,6 +204,8 @@ def trained(tmp_path_factory):
             assert done.returncode == 0 and f'engine.load_checkpoint("{exported}")' in done.stdout, (
                 done.stdout
             )
+            last = done.stdout.strip().splitlines()[-1]
+            assert last.endswith(f"step-000006 -> {exported}: step 6, with both moments of Adam")
             made[family] = out, exported
         return made[family]
 
