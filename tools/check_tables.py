@@ -83,19 +83,13 @@ def describe(
 
 def _summary(report: VerificationReport, width: int | None) -> str:
     """Tabulate the numbers of checks by table."""
-    by_table: dict[str, list[LineCheck]] = {name: [] for name in report.rows}
-    for check in report.checks:
-        by_table[check.table].append(check)
+    kinds = _numbers(report, ())
     lines = []
-    for name, count in report.rows.items():
-        lines.append([name, *_shown(count, *_numbers(report, by_table[name]).values())])
-    numbers = _numbers(report, report.checks)
-    lines.append(["all", *_shown(sum(report.rows.values()), *numbers.values())])
-    return table(lines, ["table", "rows", *numbers], "lr" + "r" * len(numbers), width)
-
-
-def _shown(*counts: int) -> list[str]:
-    return ["." if count == 0 else str(count) for count in counts]
+    for name, rows in {**report.rows, "all": sum(report.rows.values())}.items():
+        own = [check for check in report.checks if name in ("all", check.table)]
+        counts = (rows, *_numbers(report, own).values())
+        lines.append([name, *(count or "." for count in counts)])
+    return table(lines, ["table", "rows", *kinds], "lr" + "r" * len(kinds), width)
 
 
 def _numbers(report: VerificationReport, checks: Sequence[LineCheck]) -> dict[str, int]:

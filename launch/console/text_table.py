@@ -110,25 +110,19 @@ def table(
     whole = _tabulated(cells, headings, align)
     if width is None or max(map(len, whole.splitlines()), default=0) <= width:
         return whole
-    columns = list(zip(*cells, strict=True))
-    words = [
-        max(map(len, heading.split()), default=0) + PADDING for heading in headings
-    ] or [0] * len(columns)
-    widths = [
-        max(word, *map(len, column))
-        for word, column in zip(words, columns, strict=True)
-    ]
+    widths = [max(map(len, own)) for own in zip(*cells, strict=True)]
+    for column, heading in enumerate(headings):
+        word = max(map(len, heading.split()), default=0)
+        widths[column] = max(widths[column], word + PADDING)
     last = width - sum(widths[:-1]) - 2 * (len(widths) - 1)
     if last >= min(widths[-1], LEAST_WRAPPED):
         widths[-1] = min(last, widths[-1])
-        headings = [
-            _fill(heading, size - PADDING)
-            for heading, size in zip(headings, widths, strict=False)
-        ]
+        sizes = [size - PADDING for size in widths]
+        headings = list(map(_fill, headings, sizes))
         for row in cells:
             row[-1] = _fill(row[-1], widths[-1])
         return _tabulated(cells, headings, align)
-    named = [heading.strip() for heading in headings] or [""] * len(columns)
+    named = [heading.strip() for heading in headings] or [""] * len(widths)
     return "\n".join(wrapped(_paragraph(row, named), width) for row in cells)
 
 

@@ -28,13 +28,11 @@ class Fit:
 
     Attributes:
         recipe: as it was given.
-        ds_config: the DeepSpeed JSON that was tried.
         gpus: of all nodes; 0: they have none.
         plan, forecast: under the layout that it has there; None: it has none, by `problems`.
     """
 
     recipe: Recipe
-    ds_config: str | Path
     gpus: int
     plan: Plan | None = None
     forecast: Forecast | None = None
@@ -72,9 +70,8 @@ def fit(
         came = f"tp {tp} x pp {pp} on {counted(gpus, 'GPU')}"
         rule = f"each of the {shared} processes has a GPU of its own"
         fix = f"--nodes {math.ceil(shared / node.gpus)}"
-        return Fit(recipe, file, gpus, problems=(Problem("--nodes", came, rule, fix),))
+        return Fit(recipe, gpus, problems=(Problem("--nodes", came, rule, fix),))
     tried = list[Fit]()
-    problems: tuple[Problem, ...] = ()
     stated = recipe.parallel.dp
     most = min((bound for bound in (gpus // shared, stated) if bound), default=1)
     ranks = {dp for dp in divisors(recipe.batch.unit) if dp < most}
@@ -84,17 +81,15 @@ def fit(
                 _with_dp(recipe, dp), file, dp * shared, node.machine
             )
         except ConfigError as error:
-            problems = problems or error.problems
+            tried.append(Fit(recipe, gpus, problems=error.problems))
             # of the recipe as it is written
             if dp == stated:
                 break
             continue
         predicted = forecast(workload.of_plan(plan), node, unit=recipe.batch.unit)
-        tried.append(Fit(recipe, file, gpus, plan, predicted))
+        tried.append(Fit(recipe, gpus, plan, predicted))
         if predicted.verdict == "fits":
             break
-    if not tried:
-        return Fit(recipe, file, gpus, problems=problems)
     return min(tried, key=lambda each: BEST_FIRST.index(each.verdict))
 
 

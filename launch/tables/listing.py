@@ -172,15 +172,6 @@ def catalog_rows(tables: Sequence[str]) -> list[ListedRecipe]:
     return rows
 
 
-def _filled(rows: Sequence[ListedRecipe]) -> list[str]:
-    """Return the columns with a cell that is not empty."""
-    filled = []
-    for key in rows[0].cells:
-        if any(row.cells[key] for row in rows):
-            filled.append(key)
-    return filled
-
-
 def as_text(
     rows: Sequence[ListedRecipe], fits: str = "", width: int | None = None
 ) -> str:
@@ -190,14 +181,14 @@ def as_text(
     page = Page(width)
     for name, listed in groupby(rows, key=lambda row: row.table.name):
         own = list(listed)
-        named = _filled(own)
-        cells = []
-        for row in own:
-            cells.append([row.cells[key] for key in named])
+        cells = [row.cells for row in own]
+        columns = zip(cells[0], *(each.values() for each in cells), strict=True)
+        filled = (column for column in columns if any(column[1:]))
+        headings, *lines = zip(*filled, strict=True)
         table = own[0].table
         others = evidence.read(table).others.values()
         left = [f"no recipe: {each.published.row}: {each.why}" for each in others]
-        page.table(cells, named, below=left, heading=[f"{name}: {table.title}"])
+        page.table(lines, headings, below=left, heading=[f"{name}: {table.title}"])
     notes = [
         f"{counted(len(rows), 'recipe')}; recipe.py show TABLE/ROW tells all of one"
     ]

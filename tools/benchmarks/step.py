@@ -8,6 +8,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -118,16 +119,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def specifications(args: argparse.Namespace) -> list[Specification]:
     """Return what is measured: the matrix rate, then the requested systems, ours first."""
-
-    def made(name: str, system: str, config: str, compiled: bool) -> Specification:
-        given = tuple(args.set)
-        return Specification(
-            name, system, args.recipe, given, args.tiny, config, compiled
-        )
-
-    first = args.ds_config[0]
-    specs = [made("matrix rate", RATE, first, False)]
-    family = specs[0].load().model.family
+    first, *_ = args.ds_config
+    rate = Specification(
+        "matrix rate", RATE, args.recipe, tuple(args.set), args.tiny, first
+    )
+    specs = [rate]
+    family = rate.load().model.family
     for system, (title, usual) in SYSTEMS.items():
         if system not in args.systems:
             continue
@@ -138,8 +135,14 @@ def specifications(args: argparse.Namespace) -> list[Specification]:
         configs = args.ds_config if several else [first]
         for config, variant in product(configs, args.variants or usual):
             parts = (title, config, variant) if several else (title, variant)
-            compiled = variant == "compiled"
-            specs.append(made(", ".join(parts), system, config, compiled))
+            spec = replace(
+                rate,
+                name=", ".join(parts),
+                system=system,
+                ds_config=config,
+                compiled=variant == "compiled",
+            )
+            specs.append(spec)
     return specs
 
 
@@ -200,41 +203,38 @@ def take_turns(specs: Sequence[Specification], pace: argparse.Namespace) -> list
     return [each.row for each in systems]
 
 
+@dataclass
 class Measured:
     """One system in its turns, and its row."""
 
-    def __init__(
-        self,
-        spec: Specification,
-        pace: argparse.Namespace,
-        folder: str,
-        stack: contextlib.ExitStack,
-    ) -> None:
-        self._spec = spec
-        self._pace = pace
-        self._folder = folder
-        self._stack = stack
+    spec: Specification
+    pace: argparse.Namespace
+    folder: str
+    stack: contextlib.ExitStack
+
+    def __post_init__(self) -> None:
+        spec = self.spec
         self._place = spec.name.replace(", ", "-").replace("/", "-")
         self.row: Row = {"name": spec.name, "system": spec.system, "steps": []}
-        self._others: list[float] = []
+        self._others = list[float]()
 
     def start(self) -> None:
         """Start the process of the system and warm it up."""
         began = time.perf_counter()
-        log = Path(self._folder, f"{self._place}.txt")
-        self._worker = Worker(self._spec, log)
-        self._stack.callback(self._worker.end)
+        log = Path(self.folder, f"{self._place}.txt")
+        self._worker = Worker(self.spec, log)
+        self.stack.callback(self._worker.end)
         built = time.perf_counter()
-        self._worker.ask("run", self._pace.warm_up)
+        self._worker.ask("run", self.pace.warm_up)
         self.row["start_s"] = built - began
         self.row["warm_up_s"] = time.perf_counter() - built
-        terminal.say(f"{self._spec.name}: ready")
+        terminal.say(f"{self.spec.name}: ready")
 
     def take(self) -> None:
         """Measure a block of steps, and how busy other programs were meanwhile."""
         began = time.perf_counter()
         others = _seconds_of_others()
-        self.row["steps"] += self._worker.ask("run", self._pace.steps)
+        self.row["steps"] += self._worker.ask("run", self.pace.steps)
         cores = (time.perf_counter() - began) * (psutil.cpu_count() or 1)
         self._others.append(max(0.0, _seconds_of_others() - others) / cores)
 
@@ -246,15 +246,15 @@ class Measured:
         row |= {"seconds": median, "fastest": min(seconds)}
         row["tflops"] = statistics.mean(operations) / median / 1e12
         row["others"] = statistics.median(self._others)
-        if self._spec.system == RATE:
+        if self.spec.system == RATE:
             return
         row["tokens_per_s"] = statistics.mean(tokens) / median
         row["peak_bytes"] = self._worker.ask("peak_bytes")
-        if self._spec.compiled:
+        if self.spec.compiled:
             row |= self._worker.ask("graphs")
-        if self._pace.profile:
-            self._pace.profile.mkdir(parents=True, exist_ok=True)
-            trace = self._pace.profile / f"{self._place}.json"
+        if self.pace.profile:
+            self.pace.profile.mkdir(parents=True, exist_ok=True)
+            trace = self.pace.profile / f"{self._place}.json"
             row["profile"] = self._worker.ask("profile", str(trace), PROFILED)
             terminal.say(f"\n{row['name']}\n{table(row['profile'], PROFILE)}")
         self._worker.end()

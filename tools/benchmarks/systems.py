@@ -61,17 +61,16 @@ class Work(NamedTuple):
 
 def work_of(recipe: Recipe, batch: MicroBatch) -> Work:
     """Return the work of one micro-batch."""
-    count = cost.exact_flops_per_step
-    if "lengths" not in batch:
-        samples, length = batch["tokens"].shape
-        return Work(samples * length, count(recipe.model, length, samples))
-    lengths = batch["lengths"].tolist()
-    predicted = (batch["weights"] > 0).sum(1).tolist()
-    each = (
-        count(recipe.model, s, 1, predictions=p)
-        for s, p in zip(lengths, predicted, strict=True)
-    )
-    return Work(sum(lengths), sum(each))
+    samples, length = batch["tokens"].shape
+    lengths = [length] * samples
+    predicted = [None] * samples
+    if "lengths" in batch:
+        lengths = batch["lengths"].tolist()
+        predicted = (batch["weights"] > 0).sum(1).tolist()
+    operations = 0
+    for s, p in zip(lengths, predicted, strict=True):
+        operations += cost.exact_flops_per_step(recipe.model, s, 1, predictions=p)
+    return Work(sum(lengths), operations)
 
 
 def now() -> float:

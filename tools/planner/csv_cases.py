@@ -104,9 +104,7 @@ class CsvRow(BaseModel, frozen=True, allow_inf_nan=False, extra="forbid"):
             seconds = None
         elif not seconds and self.tflops:
             seconds = seconds_of(work, self.tflops, self.gpus, self.tflops_by)
-        excluded = {}
-        if self.status == "doubtful":
-            excluded = dict.fromkeys(QUANTITIES, self.note)
+        doubtful = QUANTITIES if self.status == "doubtful" else ()
         return Case(
             self.document,
             OTHER_DOCUMENTS.stem,
@@ -119,7 +117,7 @@ class CsvRow(BaseModel, frozen=True, allow_inf_nan=False, extra="forbid"):
             by_device=self.memory_by == "device",
             # None: the row does not say whether it ran
             oom=oom if oom or seconds or self.cached_gb else None,
-            excluded=excluded,
+            excluded=dict.fromkeys(doubtful, self.note),
         )
 
     def workload(self, node: Node) -> Workload:
@@ -166,9 +164,6 @@ class CsvRow(BaseModel, frozen=True, allow_inf_nan=False, extra="forbid"):
             zero_stage=self.zero_stage,
             software=system,
             widths=FP32 if self.precision == "fp32" else MIXED,
-            optimizer_at="gpu",
-            weights_at="gpu",
-            checkpoints_at="gpu",
             buffers=buffers_of(0 if system.states else self.zero_stage, {}),
             sequence_parallel=self.sequence_parallel,
             interleave=self.interleave,

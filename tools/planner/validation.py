@@ -13,7 +13,7 @@ from launch.planning.prediction.forecast_text import ROWS_OF
 from launch.planning.prediction.hardware import GIB
 from launch.planning.prediction.rank_memory import fullest_rank
 from launch.planning.prediction.step_time import WAITING, step_time
-from tools.planner.cases import QUANTITIES, Case
+from tools.planner.cases import QUANTITIES, Case, by_document
 from tools.planner.fitting import ERRED, Ratio, by_kind, error_of, ratios
 
 KINDS = ("a plan's error", "rows", "")
@@ -53,23 +53,9 @@ class PlannerValidation:
     ratios: Mapping[str, Sequence[Ratio]]
     verdicts: Sequence[MemoryVerdict]
 
-    def part(self, document: str, table: str = "") -> PlannerValidation:
-        """Return the rows of a document, or of one of its tables."""
-
-        def own(case: Case) -> bool:
-            return case.document == document and table in ("", case.table)
-
-        return validate([case for case in self.cases if own(case)])
-
-    @property
-    def tables(self) -> dict[str, list[str]]:
-        """The tables of each document, in the order of the rows."""
-        tables: dict[str, list[str]] = {}
-        for case in self.cases:
-            own = tables.setdefault(case.document, [])
-            if case.table not in own:
-                own.append(case.table)
-        return tables
+    def part(self, document: str) -> PlannerValidation:
+        """Return the rows of a document."""
+        return validate(by_document(self.cases)[document])
 
     @property
     def excluded(self) -> list[tuple[Case, str]]:
@@ -112,10 +98,12 @@ def describe(
 ) -> str:
     """Describe errors, verdicts and left-out rows; `verbose`: also every row."""
     lines = []
-    for document, tables in validation.tables.items():
-        lines.append([shortened(document), *_cells(validation.part(document))])
+    for document, cases in by_document(validation.cases).items():
+        lines.append([shortened(document), *_cells(cases)])
+        tables = dict.fromkeys(case.table for case in cases)
         for name in tables if len(tables) > 1 else ():
-            lines.append([f"- {name}", *_cells(validation.part(document, name))])
+            own = [case for case in cases if case.table == name]
+            lines.append([f"- {name}", *_cells(own)])
     errors = {name: _errors(each) for name, each in validation.ratios.items()}
     lines.append(["all rows", "", errors["memory"], errors["time"]])
     sections = [wrapped(ABOUT, width), table(lines, HEADINGS, width=width)]
@@ -129,7 +117,7 @@ def describe(
         seen = f"these too few: such predictions bear {told.median:.0%}, the median of {told.rows} other rows"
         where = f"of rows in which the GPU waits for the host ({WAITING:.0%} or more)"
         sections.append(wrapped(f"time, {where}: {small}; {seen}", width))
-    sections += [*_verdicts(validation.verdicts)]
+    sections += _verdicts(validation.verdicts)
     if validation.excluded:
         excluded = ["shown, and not compared:"]
         for case, why in validation.excluded:
@@ -172,7 +160,8 @@ def shortened(name: str, most: int = 43) -> str:
     return name if len(name) <= most else f"{name[: most - 1]}…"
 
 
-def _cells(part: PlannerValidation) -> list[str]:
+def _cells(cases: Sequence[Case]) -> list[str]:
+    part = validate(cases)
     right = [each.right for each in part.verdicts]
     verdicts = f"{sum(right)} of {len(right)}" if right else ""
     return [verdicts, _errors(part.ratios["memory"]), _errors(part.ratios["time"])]
@@ -200,14 +189,9 @@ def _verdicts(verdicts: Sequence[MemoryVerdict]) -> tuple[str, str]:
             printed = "OOM" if each.case.oom else "ran"
             row = f"  {each.case.document}, {each.case.name}: printed {printed}"
             wrong.append(f"{row}, predicted {each.share:.0%} of the memory")
-    listed = (
-        "\n".join(["verdicts that are wrong:", *wrong])
-        if wrong
-        else "no verdict is wrong"
-    )
-    return table(
-        rows, ("memory verdicts", "predicted OOM", "predicted to fit"), "lrr"
-    ), listed
+    head = "verdicts that are wrong:" if wrong else "no verdict is wrong"
+    headings = ("memory verdicts", "predicted OOM", "predicted to fit")
+    return table(rows, headings, "lrr"), "\n".join([head, *wrong])
 
 
 def _rows(compared: Sequence[Ratio], unit: float, width: int | None) -> str:

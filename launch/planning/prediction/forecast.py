@@ -150,13 +150,14 @@ class Forecast:
 
     @cached_property
     def _ends(self) -> list[RankMemory]:
-        return rank_memory.of_ends(self.work, self.node.gpu, self.constants)
+        ends = rank_memory.of_ends(self.work, self.node.gpu, self.constants)
+        if self.node.gpus:
+            return ends
+        return [rank_memory.resident(self.work, rank) for rank in ends]
 
     @property
     def fullest_rank(self) -> RankMemory:
         """Memory of a rank of the fullest stage."""
-        if not self.node.gpus:
-            return rank_memory.fullest_process(self.work, self.node.gpu, self.constants)
         return max(self._ends, key=lambda rank: rank.total)
 
     @property
@@ -246,7 +247,7 @@ class Forecast:
     @cached_property
     def remarks(self) -> list[Remark]:
         """Warnings and advice."""
-        return list(_remarks(self))
+        return [*_of_layout(self), *_of_machine(self), *_of_speed(self)]
 
     def bill(
         self, steps: int, sizes: BatchSchedule, usd_per_gpu_hour: float | None = None
@@ -270,17 +271,13 @@ class Forecast:
                 global_batch=size,
             )
             work = replace(self.work, layout=shares)
-            seconds += (
-                count * step_time(work, self.node, self.constants).total
-                if count
-                else 0.0
-            )
+            seconds += count * step_time(work, self.node, self.constants).total
             tokens += count * work.tokens_per_step
         other = self.node.other_watts
-        watts = self.node.gpu.watts * gpus
-        energy = (
-            None if other is None else (watts + other * self.nodes) * seconds / 3.6e6
-        )
+        energy = None
+        if other is not None:
+            watts = self.node.gpu.watts * gpus + other * self.nodes
+            energy = watts * seconds / 3.6e6
         price = self.node.gpu.price
         if usd_per_gpu_hour is not None:
             price = Price(usd_per_gpu_hour=usd_per_gpu_hour, where="--usd_per_gpu_hour")
@@ -351,11 +348,6 @@ def _better_micro(predicted: Forecast) -> dict[str, float | int]:
     )
 
 
-def _remarks(predicted: Forecast) -> Iterator[Remark]:
-    for part in (_of_layout, _of_machine, _of_speed):
-        yield from part(predicted)
-
-
 def _of_layout(predicted: Forecast) -> Iterator[Remark]:
     work = predicted.work
     node = predicted.node
@@ -407,15 +399,10 @@ def _of_machine(predicted: Forecast) -> Iterator[Remark]:
         yield Remark("partly filled node", dict(ranks=over, gpus=node.gpus))
     if host > room:
         yield Remark("host memory", dict(needed=host, there=room))
-    copy = (
-        predicted.host
-        + predicted.ranks_here
-        * work.widths_of(0).saved
-        * work.parameters_of(0)
-        / work.layout.dp
-    )
-    if host <= room < copy / 1e9:
-        yield Remark("saving waits", dict(needed=copy / 1e9, there=room))
+    saved = predicted.ranks_here * work.widths_of(0).saved * work.parameters_of(0)
+    copy = (predicted.host + saved / work.layout.dp) / 1e9
+    if host <= room < copy:
+        yield Remark("saving waits", dict(needed=copy, there=room))
     if predicted.nvme and node.nvme_gb_s is None:
         yield Remark("nvme unknown", dict(node=node.name))
 

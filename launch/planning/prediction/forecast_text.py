@@ -23,6 +23,14 @@ CATEGORIES = {
     "working": "one layer at work",
     "logits": "logits and loss",
 }
+# Of a rank, shown after its categories.
+SUMS = {
+    "allocated": "allocated by torch",
+    "fragmentation": "kept by its allocator",
+    "reserved": "reserved by torch",
+    "context": "CUDA context, NCCL",
+    "total": "sum",
+}
 CAUSES = {
     "matrix": "matrix products",
     "elementwise": "element-wise",
@@ -193,19 +201,11 @@ def _add_memory(shown: Page, predicted: Forecast) -> None:
     if len(columns) > MOST_COLUMNS:
         columns = [*columns[: MOST_COLUMNS - 1], columns[-1]]
     ranks = [predicted.stages[stages[0]] for stages in columns]
-    sizes = {}
-    for key, name in CATEGORIES.items():
-        row = [rank.on_gpu[key] for rank in ranks]
-        if any(row):
-            sizes[name] = row
-    sizes["allocated by torch"] = [rank.allocated for rank in ranks]
-    sizes["kept by its allocator"] = [rank.fragmentation for rank in ranks]
-    sizes["reserved by torch"] = [rank.reserved for rank in ranks]
-    sizes["CUDA context, NCCL"] = [rank.context for rank in ranks]
-    sizes["sum"] = [rank.total for rank in ranks]
-    rows = []
-    for name, row in sizes.items():
-        rows.append([name, *(f"{size / 1e9:.2f}" for size in row)])
+    rows: list[list[str]] = []
+    for key, name in (CATEGORIES | SUMS).items():
+        sizes = [getattr(rank, key) for rank in ranks]
+        if key in SUMS or any(sizes):
+            rows.append([name, *(f"{size / 1e9:.2f}" for size in sizes)])
     rows.append(["at its fullest in the", *(rank.moment for rank in ranks)])
     headings = [
         "GB per GPU",
@@ -272,11 +272,9 @@ def as_json(predicted: Forecast, bill: Bill | None) -> dict[str, Any]:
     stages = []
     for rank in predicted.stages:
         sums = {
-            "allocated": rank.allocated,
-            "reserved": rank.reserved,
-            "total": rank.total,
+            name: getattr(rank, name) for name in ("allocated", "reserved", "total")
         }
-        stages.append({**asdict(rank), **sums})
+        stages.append(asdict(rank) | sums)
     return {
         "hardware": predicted.node.name,
         "nodes": predicted.nodes,

@@ -295,10 +295,10 @@ def _checked(form: type[Form], values: Any, what: str) -> Form:
     try:
         return form.model_validate(values)
     except ValidationError as error:
-        faults = [
-            (".".join(map(str, each["loc"])), each["msg"]) for each in error.errors()
-        ]
-    fix = f"write it as in {SHOWN}"
-    raise ProblemsError(
-        Problem("--hardware", f"{what}: {key}", rule, fix) for key, rule in faults
-    )
+        faults = error.errors()
+    problems = []
+    for fault in faults:
+        came = f"{what}: {'.'.join(map(str, fault['loc']))}"
+        fix = f"write it as in {SHOWN}"
+        problems.append(Problem("--hardware", came, fault["msg"], fix))
+    raise ProblemsError(problems)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from launch.planning.prediction.constants import Constants
@@ -50,11 +50,8 @@ class RankMemory:
     @property
     def on_gpu(self) -> dict[str, float]:
         """Bytes by category on the GPU; their sum is the total."""
-        return {
-            f.name: getattr(self, f.name)
-            for f in fields(self)
-            if f.name not in NOT_IN_THE_TOTAL
-        }
+        every = vars(self).items()
+        return {name: size for name, size in every if name not in NOT_IN_THE_TOTAL}
 
     @property
     def total(self) -> float:
@@ -103,12 +100,6 @@ def fullest_rank(work: Workload, gpu: Gpu, constants: Constants) -> RankMemory:
     return max(of_ends(work, gpu, constants), key=lambda rank: rank.total)
 
 
-def fullest_process(work: Workload, gpu: Gpu, constants: Constants) -> RankMemory:
-    """Predict a rank of the fullest stage on a machine without GPUs."""
-    ranks = [_resident(work, rank) for rank in of_ends(work, gpu, constants)]
-    return max(ranks, key=lambda rank: rank.total)
-
-
 def of_stage(work: Workload, stage: int, gpu: Gpu, constants: Constants) -> RankMemory:
     """Predict a rank of one stage at the fuller of two moments.
 
@@ -116,33 +107,30 @@ def of_stage(work: Workload, stage: int, gpu: Gpu, constants: Constants) -> Rank
     """
     placed, computing = _states(work, stage)
     kept, working, logits = _activations(work, stage)
-    buffers = _buffers(work, stage)
-    backward = dict(
-        gradients=computing, activations=kept.gpu, working=working, logits=logits
-    )
-    update = dict(
-        gradients=placed.gradients.gpu,
-        activations=0.0,
-        working=muon_bytes(work, stage) if work.muon else 0.0,
-        logits=0.0,
-    )
-    moments: list[tuple[Moment, dict[str, float]]] = [
-        ("backward pass", backward),
-        ("optimizer step", update),
-    ]
-    name, larger = max(moments, key=lambda moment: sum(moment[1].values()))
-    rank = RankMemory(
+    backward = RankMemory(
         stage=stage,
-        moment=name,
+        moment="backward pass",
         weights=placed.weights.gpu,
+        gradients=computing,
         optimizer=placed.optimizer.gpu,
-        buffers=buffers,
-        **larger,
+        buffers=_buffers(work, stage),
+        activations=kept.gpu,
+        working=working,
+        logits=logits,
         fragmentation=0.0,
         context=gpu.context_gib * GIB,
         host=placed.total.host + kept.host,
         nvme=placed.total.nvme,
     )
+    update = replace(
+        backward,
+        moment="optimizer step",
+        gradients=placed.gradients.gpu,
+        activations=0.0,
+        working=muon_bytes(work, stage) if work.muon else 0.0,
+        logits=0.0,
+    )
+    rank = max(backward, update, key=lambda each: each.total)
     return replace(rank, fragmentation=constants.fragmentation * rank.allocated)
 
 
@@ -238,13 +226,9 @@ def _activations(work: Workload, stage: int) -> tuple[cost.StateBytes, float, fl
             kept /= work.layout.tp
         working = layer.kept * min(chunk, layers) + layer.transient
     else:
-        each = layer.kept - (
-            layer.kept_scores if work.selective and layer.keeps_scores else 0.0
-        )
-        kept = each * layers * flights
-        working = layer.transient + (
-            layer.kept_scores if work.selective and layer.keeps_scores else 0.0
-        )
+        again = layer.kept_scores * (work.selective and layer.keeps_scores)
+        kept = (layer.kept - again) * layers * flights
+        working = layer.transient + again
     logits = ends = 0.0
     if stage == work.layout.pp - 1:
         # A pipeline's engine holds the output as well.
@@ -259,21 +243,19 @@ def _activations(work: Workload, stage: int) -> tuple[cost.StateBytes, float, fl
     return cost.StateBytes(kept - away + ends, away, 0.0), working, logits
 
 
-def _resident(work: Workload, rank: RankMemory) -> RankMemory:
+def resident(work: Workload, rank: RankMemory) -> RankMemory:
     """Convert to a rank without a GPU: host memory, counted once it is written to.
 
     What is offloaded lies there too, and of a reduction's bucket the gradients that are in it. No allocator
     keeps what nothing uses.
     """
-    written = (
-        work.width * work.parameters_of(rank.stage) * (2 if work.zero_stage == 3 else 1)
-    )
-    optimizer = rank.optimizer + rank.host
-    buffers = min(rank.buffers, written)
+    written = work.width * work.parameters_of(rank.stage)
+    if work.zero_stage == 3:
+        written *= 2
     return replace(
         rank,
-        optimizer=optimizer,
-        buffers=buffers,
+        optimizer=rank.optimizer + rank.host,
+        buffers=min(rank.buffers, written),
         fragmentation=0.0,
         context=IMPORTED,
         host=0.0,

@@ -53,7 +53,6 @@ class Software:
         overlaps_weights: so are the weights that ZeRO-1 and -2 gather, while the forward pass runs.
         cuts_boundaries: tensor ranks send 1/t each of what goes to the next pipeline stage.
         balances_stages: a last stage whose output layer takes longer than a layer has fewer layers.
-        has_sequence_parallelism: it can cut the residual stream over tensor ranks.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -75,7 +74,6 @@ class Software:
     overlaps_weights: bool = False
     cuts_boundaries: bool = False
     balances_stages: bool = False
-    has_sequence_parallelism: bool = False
 
 
 _READ = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())["systems"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from launch.planning.prediction.constants import Constants
 from launch.planning.prediction.hardware import Node
@@ -69,7 +69,7 @@ class StepTime:
     @property
     def split(self) -> dict[str, float]:
         """Seconds by cause."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return dict(vars(self))
 
     @property
     def waits(self) -> bool:
@@ -79,9 +79,8 @@ class StepTime:
     @property
     def bubble_share(self) -> float:
         """The bubble's share of the pipeline's time (Narayanan et al. 2021, section 2.2)."""
-        return self.bubble / (
-            self.total - self.data - self.offload - self.update or 1.0
-        )
+        passes = self.total - self.data - self.offload - self.update
+        return self.bubble / (passes or 1.0)
 
 
 def step_time(work: Workload, node: Node, constants: Constants) -> StepTime:
@@ -122,6 +121,7 @@ class StageTimes:
         software = work.software
         self.again = 1.0 if work.recomputed else 0.0
         self.collectives = 4 + 2 * self.again  # of tensor parallelism, in a layer
+        self._stream_bytes = work.width * work.tokens * model.hidden
         layer = products.layer_products(model, work.tokens, layout.tp)
         self.weights = self._products(layer)
         windows = model.windows
@@ -146,16 +146,15 @@ class StageTimes:
         The host starts kernels while the GPU works: what it needs beyond that the GPU waits.
         """
         work = self.work
-        layers = self.work.layers_of(stage)
+        layers = work.layers_of(stage)
         last = stage == work.layout.pp - 1
-        weights = (3 + self.again) * self.weights
-        scores = (
-            1 + self.again + work.selective * (not self.again) + self.scores_backward
-        ) * self.scores
-        matrix = layers * (weights + scores) + (3 * self.heads if last else 0.0)
-        between = self._between() * (3 + self.again) * layers
+        times = 3 + self.again
+        of_scores = 1 + max(self.again, work.selective) + self.scores_backward
+        matrix = layers * (times * self.weights + of_scores * self.scores)
+        between = self._between() * times * layers
         # of the loss, three passes in fp32 over the logits and two in half precision
         if last:
+            matrix += 3 * self.heads
             moved = self.machine.constants.traffic * 32 * work.logits
             between += moved / (self.machine.node.gpu.memory_gb_s * 1e9)
         tensor = self._tensor() * layers
@@ -179,12 +178,8 @@ class StageTimes:
         square = products.attention_products(
             work.model, work.tokens, work.sequence_length, work.layout.tp, window
         )
-        causal = (
-            not work.model.facts.masked
-            and window is None
-            and not work.software.keeps_scores
-        )
-        return (0.5 if causal else 1.0) * self._products(square)
+        whole = work.model.facts.masked or window or work.software.keeps_scores
+        return self._products(square) * (1.0 if whole else 0.5)
 
     def _products(self, products: Iterable[products.Product]) -> float:
         return sum(
@@ -197,9 +192,9 @@ class StageTimes:
         work = self.work
         gpu = self.machine.node.gpu
         cut = work.layout.tp if work.sequence_parallel else 1
-        size = work.width * work.tokens * work.model.hidden
         passes = work.software.passes
-        moved = size * (passes.whole / cut + passes.cut / work.layout.tp)
+        each = passes.whole / cut + passes.cut / work.layout.tp
+        moved = self._stream_bytes * each
         if work.software.keeps_scores:
             moved += passes.scores * work.activations.scores
         return self.machine.constants.traffic * moved / (gpu.memory_gb_s * 1e9)
@@ -209,23 +204,21 @@ class StageTimes:
 
         Sequence parallelism moves as much by gathers and scatters (Korthikanti et al. 2022, section 4.2.2).
         """
-        work = self.work
-        size = work.width * work.tokens * work.model.hidden
-        each = self.machine.collective_seconds(size, work.layout.tp, 1)
+        tp = self.work.layout.tp
+        each = self.machine.collective_seconds(self._stream_bytes, tp, 1)
         return each * self.collectives
 
     def _boundary(self) -> float:
         """Predict handing on activations and gradients, for each of v chunks."""
         work = self.work
-        layout = self.work.layout
+        layout = work.layout
         if layout.pp == 1:
             return 0.0
-        size: float = work.width * work.tokens * work.model.hidden
+        size: float = self._stream_bytes
         if work.software.cuts_boundaries or work.sequence_parallel:
             size /= layout.tp
-        return (
-            2 * work.interleave * self.machine.hop_seconds(size, layout.tp * layout.dp)
-        )
+        hop = self.machine.hop_seconds(size, layout.tp * layout.dp)
+        return 2 * work.interleave * hop
 
 
 def _data_seconds(

@@ -240,10 +240,10 @@ def of_plan(plan: Plan) -> Workload:
 
 def on_system(work: Workload, software: str) -> Workload:
     """Move a plan's workload to another system; systems with their own states shard nothing."""
-    system = SYSTEMS[software]
-    stage = 0 if system.states else work.zero_stage
-    buffers = Buffers() if system.states else work.buffers
-    return replace(work, software=system, zero_stage=stage, buffers=buffers)
+    moved = replace(work, software=SYSTEMS[software])
+    if moved.software.states:
+        return replace(moved, zero_stage=0, buffers=Buffers())
+    return moved
 
 
 def buffers_of(stage: int, zero: dict[str, Any]) -> Buffers:
@@ -255,6 +255,5 @@ def buffers_of(stage: int, zero: dict[str, Any]) -> Buffers:
     if stage == 3:
         return Buffers(reduce, zero.get("stage3_max_live_parameters", 1e9))
     if stage == 0:
-        return Buffers(0.0)
-    buckets = 2 if zero.get("overlap_comm") else 1
-    return Buffers(reduce * buckets)
+        return Buffers()
+    return Buffers(reduce * (2 if zero.get("overlap_comm") else 1))

@@ -146,10 +146,10 @@ def test_a_pipelines_last_stage_holds_its_output_too():
 def test_without_gpus_memory_counts_once_it_is_written():
     step = work("default/sotu")
     bucket = replace(step, buffers=replace(step.buffers, reduce=5e8))
-    rank, there = stage(step), rank_memory.fullest_process(step, V100, fitted_constants())
+    rank, there = stage(step), rank_memory.resident(step, stage(step))
     assert there.host == there.fragmentation == 0 and there.optimizer == rank.optimizer + rank.host > 0
     assert 0 < there.context < rank.context
-    assert rank_memory.fullest_process(bucket, V100, fitted_constants()).buffers < 0.1 * stage(bucket).buffers
+    assert rank_memory.resident(bucket, stage(bucket)).buffers < 0.1 * stage(bucket).buffers
 
 
 def test_what_is_cached_is_no_more_than_the_gpu_has():
