@@ -16,8 +16,6 @@ from data import durable_files
 from data.durable_files import DamagedFile
 from data.prepare.inputs import Cursor
 
-_EACH_DOCUMENT = "read repair language sentences tokenize decontaminate signatures"
-STEPS = (*_EACH_DOCUMENT.split(), "deduplicate", "write")
 BROKEN = "broken: "  # prefix of reasons of `read`; they count against --max_broken
 _PER_DIRECTORY = 1000
 _REJECTED = "rejected:"
@@ -59,7 +57,7 @@ class ChunkStep:
 
 
 class Tally(dict[str, ChunkStep]):
-    """Steps by name, in the order of STEPS, without those not run."""
+    """Steps by name, in the order in which they ran."""
 
     def step(self, name: str) -> ChunkStep:
         return self.setdefault(name, ChunkStep())
@@ -69,7 +67,7 @@ class Tally(dict[str, ChunkStep]):
             self.step(name).add(step)
 
     def json(self) -> dict[str, Any]:
-        return {name: asdict(self[name]) for name in STEPS if name in self}
+        return {name: asdict(step) for name, step in self.items()}
 
     @property
     def broken(self) -> int:
@@ -134,18 +132,13 @@ class ChunkHead:
 
 
 def commit(directory: Path, number: int, origin: str, finished: FinishedChunk) -> None:
-    """Write the file of a chunk by an atomic rename; `origin`: as of `Head`."""
+    """Write the file of a chunk by an atomic rename; `origin`: as of `ChunkHead`."""
     fields = vars(finished) | {
         _REJECTED + step: lines for step, lines in finished.rejected.items()
     }
-    head = {
-        "number": number,
-        "origin": origin,
-        "end": asdict(finished.end),
-        "tally": finished.tally.json(),
-    }
-    del fields["end"], fields["tally"], fields["rejected"]
-    fields["head"] = json.dumps(head).encode()
+    del fields["rejected"]
+    head = ChunkHead(number, origin, fields.pop("end"), fields.pop("tally"))
+    fields["head"] = json.dumps(asdict(head)).encode()
     path = path_of(directory, number)
     path.parent.mkdir(exist_ok=True)
     with durable_files.replacing(path) as file:

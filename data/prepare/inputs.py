@@ -79,6 +79,7 @@ class Inputs:
         else:
             self.format = format_of(settings.origin, settings.max_record_mb << 20)
             self.files = [file for each in origins for file in files_of(each, say)]
+        self._local = [] if self._hub else self.files
         self.paths = [file.path for file in self.files]
         times = Counter(file.version or file.path for file in self.files)
         repeated = set[str]()
@@ -99,10 +100,10 @@ class Inputs:
         own = self._settings.origin.source
         warnings = list[str]()
         refused = list[Problem]()
-        splits = {} if self._hub else splits_of(self.files)
+        splits = splits_of(self._local) if self._local else {}
         if splits:
             warnings.append(f"files named {' and '.join(splits)} become one store")
-        for path in () if self._hub else self.paths[:FILES_LOOKED_AT]:
+        for path, _ in self._local[:FILES_LOOKED_AT]:
             problem = self._first_problem(path)
             if problem:
                 refused.append(Problem("data.name", *problem))
@@ -132,23 +133,21 @@ class Inputs:
             else:
                 empty = True
         if broken:
-            more = (
-                f" (and so {len(broken) - 1} more records)" if len(broken) > 1 else ""
-            )
-            return f"{path}:{broken[0].number}: {broken[0].kind}{more}", broken[
-                0
-            ].detail
+            first, *others = broken
+            more = f" (and so {len(others)} more records)" if others else ""
+            return f"{path}:{first.number}: {first.kind}{more}", first.detail
         rule = "all its records are empty" if empty else "it has no records"
         return str(path), f"no text in it: {rule}"
 
     def check_unchanged(self) -> None:
         """Check that the files are those of the beginning. Raises ProblemsError."""
-        for file in () if self._hub else self.files:
+        for file in self._local:
             file.check_unchanged()
 
     @property
-    def bytes(self) -> int | None:
-        return None if self._hub else sum(file.size for file in self.files)
+    def bytes(self) -> int:
+        """Size of the files on this machine."""
+        return sum(file.size for file in self._local)
 
     def records(
         self, start: Cursor
@@ -189,7 +188,7 @@ class Inputs:
                 items = []
                 size = 0
         if items:
-            yield Chunk(number, items, at, float(self.bytes or 0))
+            yield Chunk(number, items, at, float(self.bytes))
 
     def _progress(self, at: Cursor, in_file: int) -> float:
         if self._hub:

@@ -81,14 +81,8 @@ def broken_summary(tally: Tally) -> dict[str, Any]:
 
 def as_text(report: dict[str, Any]) -> str:
     """Write the report as tables, for a reader."""
-    parts = (
-        _head(report),
-        _steps(report),
-        _dropped(report),
-        _store(report),
-        _files(report),
-    )
-    return "\n\n".join("\n".join(lines) for lines in parts) + "\n"
+    parts = (_head, _steps, _dropped, _store, _files)
+    return "\n\n".join("\n".join(part(report)) for part in parts) + "\n"
 
 
 def _head(report: dict[str, Any]) -> list[str]:
@@ -118,11 +112,6 @@ def _steps(report: dict[str, Any]) -> list[str]:
     ]
     for name, step in report["steps"].items():
         dropped = sum(count for count, _ in step["dropped"].values())
-        documents = (f"{step['documents_in']:,}", f"{step['documents_out']:,}")
-        megabytes = (
-            f"{step['bytes_in'] / 1e6:,.2f}",
-            f"{step['bytes_out'] / 1e6:,.2f}",
-        )
         changed = f"{step['changed']:,}" if name == "repair" else ""
         seconds = f"{step['seconds']:,.1f}" if step["seconds"] else ""
         speed = str(report["mb_per_second_and_core"].get(name, ""))
@@ -130,8 +119,10 @@ def _steps(report: dict[str, Any]) -> list[str]:
         rows.append(
             (
                 _TITLES.get(name, name),
-                *documents,
-                *megabytes,
+                f"{step['documents_in']:,}",
+                f"{step['documents_out']:,}",
+                f"{step['bytes_in'] / 1e6:,.2f}",
+                f"{step['bytes_out'] / 1e6:,.2f}",
                 changed,
                 lost,
                 seconds,

@@ -68,15 +68,14 @@ class Documents:
             if verdict is not None:
                 reason, detail = verdict
                 step.drop(reason, size)
-                place = dict(file=file, number=number)
-                excerpt = text[:EXCERPT_CHARACTERS]
                 reject(
                     json_line(
-                        **place,
+                        file=file,
+                        number=number,
                         reason=reason,
                         detail=detail,
                         size=size,
-                        excerpt=excerpt,
+                        excerpt=text[:EXCERPT_CHARACTERS],
                     )
                 )
         if all(keep):

@@ -48,7 +48,6 @@ class WorkPlan:
 class Answer:
     """A worker's answer for a chunk."""
 
-    number: int
     tally: Tally
     progress: float  # as of Chunk
     peak_bytes: int  # most memory of this worker so far
@@ -71,13 +70,8 @@ class Worker:
         )
         before = self._spent
         self._spent = time.process_time()
-        return Answer(
-            chunk.number,
-            finished.tally,
-            chunk.progress,
-            peak_memory(),
-            self._spent - before,
-        )
+        seconds = self._spent - before
+        return Answer(finished.tally, chunk.progress, peak_memory(), seconds)
 
     def _finish(self, chunk: Chunk) -> chunk_file.FinishedChunk:
         plan = self._plan
@@ -127,9 +121,7 @@ class Worker:
             run("signatures", steps.sign, settings.shingle, permutations, settings.seed)
         flat = [sequence for sequences in documents.tokens for sequence in sequences]
         dtype = token_dtype(plan.vocab_size)
-        tokens = (
-            np.concatenate(flat).astype(dtype) if flat else np.zeros(0, dtype=dtype)
-        )
+        tokens = np.concatenate([np.empty(0, np.uint32), *flat]).astype(dtype)
         articles = b""
         if settings.write_articles:
             articles = steps.article_lines(documents, documents.texts)
