@@ -105,7 +105,7 @@ def _strings(path: Path) -> Iterator[str]:
         Origin(source="text", name=str(path), documents="file"), _LARGEST_FILE
     )
     named = any(suffix in (".json", ".jsonl", ".ndjson") for suffix in path.suffixes)
-    kind, _ = looks_like(path) or ("", None)
+    kind = looks_like(path)
     is_json = named or kind in (JSON_LINES, JSON_LIST)
     for raw in lines.framed(path, 0):
         text = raw if isinstance(raw, BrokenRecord) else lines.parse(raw)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from data.durable_files import Say, quiet
 from data.prepare.settings import Settings
-from data.text.file_types import looks_like, way_from
+from data.text.file_types import SOURCES, looks_like, way_from
 from data.text.listing import splits_of
 from data.text.local_files import files_of, format_of
 from data.text.records import BrokenRecord, FoundFile, RawRecord, RecordFormat
@@ -109,9 +109,10 @@ class Inputs:
                 refused.append(Problem("data.name", *problem))
                 continue
             if own == "text" and (likely := looks_like(path)):
-                way = f"give --source {likely[1]}" if likely[1] else way_from(likely[0])
+                fitting = SOURCES.get(likely)
+                way = f"give --source {fitting}" if fitting else way_from(likely)
                 warnings.append(
-                    f"{path} looks like {likely[0]} and is read as plain text: {way}"
+                    f"{path} looks like {likely} and is read as plain text: {way}"
                 )
             return warnings
         if refused:

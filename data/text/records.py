@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from data.text.documents import Document, SkippedRecords
-from data.text.file_types import JSON_LINES, JSON_LIST, looks_like, way_from
+from data.text.file_types import JSON_LINES, JSON_LIST, SOURCES, looks_like, way_from
 from recipes.problems import Key, Problem, ProblemsError, Setting, Text, Words, pieces
 
 # a longer record is broken: no document of a corpus is that long
@@ -160,14 +160,15 @@ def broken_record(
     )
 
 
-# Types that a source reads although they look like another's.
-_PASSING = {"text": (JSON_LINES, JSON_LIST)}
-
-
 def _another_type(path: Path, source: str) -> BrokenRecord | None:
     """Return the reason why a file is not read by `source`; None: nothing speaks against it."""
-    name, fitting = looks_like(path) or ("", source)
-    if fitting == source or name in _PASSING.get(source, ()):
+    name = looks_like(path)
+    if name is None:
+        return None
+    fitting = SOURCES.get(name)
+    # which is text, too
+    passing = source == "text" and name in (JSON_LINES, JSON_LIST)
+    if fitting == source or passing:
         return None
     way: Text = (
         ("give ", Setting("data.source", fitting)) if fitting else way_from(name)
