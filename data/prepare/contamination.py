@@ -20,7 +20,6 @@ from data.prepare.words import Words, passages, words_of
 from data.text.encoder import group_items
 from data.text.file_types import JSON_LINES, JSON_LIST, looks_like, way_from
 from data.text.local_files import format_of
-from data.text.records import BrokenRecord
 from recipes import files
 from recipes.schema import Origin
 
@@ -108,7 +107,7 @@ def _strings(path: Path) -> Iterator[str]:
     kind = looks_like(path)
     is_json = named or kind in (JSON_LINES, JSON_LIST)
     for raw in lines.framed(path, 0):
-        text = raw if isinstance(raw, BrokenRecord) else lines.parse(raw)
+        text = lines.text_of(raw)
         if not isinstance(text, str):
             why = text.reason if text else "the file is empty"
             if kind and not is_json:

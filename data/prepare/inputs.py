@@ -17,7 +17,14 @@ from data.prepare.settings import Settings
 from data.text.file_types import SOURCES, looks_like, way_from
 from data.text.listing import splits_of
 from data.text.local_files import files_of, format_of
-from data.text.records import BrokenRecord, FoundFile, RawRecord, RecordFormat
+from data.text.records import (
+    AnyRecord,
+    BrokenRecord,
+    FoundFile,
+    Parsed,
+    RawRecord,
+    RecordFormat,
+)
 from data.text.sources import hub_source
 from recipes.problems import Problem, ProblemsError, Text, some
 
@@ -41,7 +48,7 @@ class Cursor:
 @dataclass(frozen=True)
 class Chunk:
     number: int
-    items: list[tuple[int, RawRecord | BrokenRecord]]  # (number of the file, record)
+    items: list[tuple[int, AnyRecord]]  # (number of the file, record)
     end: Cursor
     # bytes of the input files up to `end`; an estimate inside compressed files
     progress: float
@@ -53,10 +60,10 @@ class HubFormat(RecordFormat):
     def __init__(self, settings: Settings):
         self._origins = {str(origin.name): origin for origin in settings.origins}
 
-    def frame(self, path: Path, start: int = 0) -> Iterator[RawRecord | BrokenRecord]:
+    def frame(self, path: Path, start: int = 0) -> Iterator[AnyRecord]:
         return hub_source(self._origins[str(path)]).records(start)
 
-    def parse(self, raw: RawRecord) -> str | BrokenRecord | None:
+    def parse(self, raw: RawRecord) -> Parsed:
         assert isinstance(raw.payload, str)
         return raw.payload or None
 
@@ -124,7 +131,7 @@ class Inputs:
         broken = list[BrokenRecord]()
         empty = False
         for item in self.format.frame(path):
-            text = item if isinstance(item, BrokenRecord) else self.format.parse(item)
+            text = self.format.text_of(item)
             if isinstance(text, BrokenRecord):
                 broken.append(text)
                 if len(broken) >= RECORDS_LOOKED_AT:
@@ -150,9 +157,7 @@ class Inputs:
         """Size of the files on this machine."""
         return sum(file.size for file in self._local)
 
-    def records(
-        self, start: Cursor
-    ) -> Iterator[tuple[Cursor, RawRecord | BrokenRecord]]:
+    def records(self, start: Cursor) -> Iterator[tuple[Cursor, AnyRecord]]:
         """Yield (place after the record, record), up to `--limit` documents."""
         documents = start.documents
         limit = self._settings.limit
@@ -168,7 +173,7 @@ class Inputs:
 
     def chunks(self, start: Cursor, number: int) -> Iterator[Chunk]:
         """Yield the chunks from `start` on; the first one has this number."""
-        items: list[tuple[int, RawRecord | BrokenRecord]] = []
+        items: list[tuple[int, AnyRecord]] = []
         size = 0
         at = start
         most = max(1, int(self._settings.chunk_mb * 1e6))

@@ -22,7 +22,7 @@ from data.prepare.settings import in_flags
 from data.prepare.words import Words, signatures, words_of
 from data.text.documents import Document
 from data.text.encoder import Encoder, Ends, group_items, sentences_of
-from data.text.records import BrokenRecord, RawRecord, RecordFormat
+from data.text.records import AnyRecord, BrokenRecord, RecordFormat
 
 NOT_A_DOCUMENT = "not a document (empty, a redirect)"
 EXCERPT_CHARACTERS = 200  # of a dropped document
@@ -95,12 +95,12 @@ def parse(
     documents: Documents,
     step: ChunkStep,
     reject: Reject,
-    items: list[tuple[int, RawRecord | BrokenRecord]],
+    items: list[tuple[int, AnyRecord]],
     form: RecordFormat,
 ) -> Documents:
     """Add the documents of records; count broken records and keep them aside."""
     for file, item in items:
-        text = item if isinstance(item, BrokenRecord) else form.parse(item)
+        text = form.text_of(item)
         size = item.size if isinstance(item, BrokenRecord) else len(item.payload)
         step.enter(1, size)
         if isinstance(text, BrokenRecord):

@@ -66,6 +66,11 @@ class BrokenRecord:
         return Problem("", self.kind, self.detail).render(show)
 
 
+AnyRecord = RawRecord | BrokenRecord
+# The text of a document; None: the record is no document (it is empty).
+Parsed = str | BrokenRecord | None
+
+
 class FoundFile(NamedTuple):
     """A file as it was when its name was looked up.
 
@@ -106,14 +111,14 @@ class RecordFormat:
 
     source: ClassVar[str]  # its name in a recipe
 
-    def records(self, path: Path) -> Iterator[RawRecord | BrokenRecord]:
+    def records(self, path: Path) -> Iterator[AnyRecord]:
         """Yield the file's records in order, none of an empty file.
 
         Raises ValueError: the file cannot be opened.
         """
         raise NotImplementedError
 
-    def frame(self, path: Path, start: int = 0) -> Iterator[RawRecord | BrokenRecord]:
+    def frame(self, path: Path, start: int = 0) -> Iterator[AnyRecord]:
         """Yield the file's records in order, after the first `start`.
 
         A file that is empty or of another type is one broken record.
@@ -123,15 +128,19 @@ class RecordFormat:
             return iter([wrong][start:])
         return self.framed(path, start)
 
-    def framed(self, path: Path, start: int) -> Iterator[RawRecord | BrokenRecord]:
+    def framed(self, path: Path, start: int) -> Iterator[AnyRecord]:
         """Do what `frame` does, for a file of this type."""
         records = self.records(path)
         first = next(records, None) or broken_record(path, 1, "empty file")
         return islice(chain([first], records), start, None)
 
-    def parse(self, raw: RawRecord) -> str | BrokenRecord | None:
-        """Return the document's text; None where the record is no document (it is empty)."""
+    def parse(self, raw: RawRecord) -> Parsed:
+        """Return the document of a record."""
         raise NotImplementedError
+
+    def text_of(self, record: AnyRecord) -> Parsed:
+        """Parse a record, unless it is broken."""
+        return record if isinstance(record, BrokenRecord) else self.parse(record)
 
 
 def broken_record(
@@ -194,8 +203,10 @@ def oversized_record(
     return broken_record(path, number, "too large", detail, payload, size)
 
 
-def decode_payload(raw: RawRecord) -> str | BrokenRecord:
+def decode_payload(raw: AnyRecord) -> str | BrokenRecord:
     """Decode a payload to text without a byte-order mark, or report it as broken."""
+    if isinstance(raw, BrokenRecord):
+        return raw
     text = raw.payload
     if isinstance(text, bytes):
         try:
@@ -212,7 +223,7 @@ def decode_payload(raw: RawRecord) -> str | BrokenRecord:
     return text.removeprefix("\ufeff")
 
 
-def field_text(record: Any, column: str, raw: RawRecord) -> str | BrokenRecord | None:
+def field_text(record: Any, column: str, raw: RawRecord) -> Parsed:
     """Return the text field of a parsed record, or report it as broken; None where it is empty."""
     if not isinstance(record, dict):
         kind = f"a JSON {type(record).__name__} where an object with a text field is needed"
@@ -270,7 +281,7 @@ def read_strictly(
                 file.check_unchanged()
             if index < start:
                 continue
-            parsed = raw if isinstance(raw, BrokenRecord) else format.parse(raw)
+            parsed = format.text_of(raw)
             if isinstance(parsed, BrokenRecord):
                 file.check_unchanged()
                 skip_or_refuse(f"{parsed.file}:{parsed.number}", parsed, skipped)
