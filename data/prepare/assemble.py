@@ -85,13 +85,13 @@ def write(
     unknown: int | None,
     out: Path,
     tally: Tally,
-    step: Callable[[], None],
+    step: Callable[[float], None],
 ) -> dict[str, Any]:
     """Write everything but the report into `out`, and count the last two steps.
 
     Args:
         unknown: number of the token that stands for what a vocabulary lacks.
-        step: called after each chunk.
+        step: called after each chunk with their number so far.
 
     Returns:
         size and checksums of the store, and how many of its tokens are `unknown`.
@@ -146,7 +146,7 @@ def write(
             written = tally.step("write")
             written.enter(*left)
             written.leave(*left)
-            step()
+            step(number + 1)
     assert writer.checksum is not None
     counts = {
         name: getattr(writer, name) for name in ("documents", "sequences", "tokens")

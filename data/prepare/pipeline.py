@@ -9,8 +9,7 @@ import platform
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import count, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -325,32 +324,25 @@ def check_broken(tally: Tally, most: float, chunks: Path, count: int) -> None:
     if broken["share"] <= most:
         return
     records = f"{tally.broken:,} of {tally.records:,} records are broken ({broken['share']:.2%})"
-    present = (
-        number
-        for number in range(count)
-        if chunk_file.path_of(chunks, number).is_file()
-    )
-    blobs = (
-        chunk_file.read(chunks, number).rejected.get("broken", b"")
-        for number in present
-    )
-    examples = (
-        json.loads(line) for blob in blobs for line in blob.split(b"\n") if line
-    )
     lines = [
-        f"{records}, more than --max_broken {most} ({most:.2%}); nothing is published",
-        *(
-            f"  {kind}: {f['records']:,} ({f['share']:.2%})"
-            for kind, f in broken["reasons"].items()
-        ),
-        "the first ones",
-        *(
-            f"  {e['file']}:{e['number']}: {e['reason']}"
-            for e in islice(examples, EXAMPLES)
-        ),
-        "repair the input, or allow more: the same command with a larger --max_broken resumes the work done",
+        f"{records}, more than --max_broken {most} ({most:.2%}); nothing is published"
     ]
+    for kind, f in broken["reasons"].items():
+        lines.append(f"  {kind}: {f['records']:,} ({f['share']:.2%})")
+    lines.append("the first ones")
+    for e in islice(_broken_records(chunks, count), EXAMPLES):
+        lines.append(f"  {e['file']}:{e['number']}: {e['reason']}")
+    lines.append(
+        "repair the input, or allow more: the same command with a larger --max_broken resumes the work done"
+    )
     raise PreparationFailed("\n".join(lines))
+
+
+def _broken_records(chunks: Path, count: int) -> Iterator[dict[str, Any]]:
+    for number in range(count):
+        if chunk_file.path_of(chunks, number).is_file():
+            rejected = chunk_file.read(chunks, number).rejected
+            yield from map(json.loads, rejected.get("broken", b"").splitlines())
 
 
 def finish(
@@ -394,9 +386,8 @@ def finish(
         raise PreparationFailed("\n".join(lines))
     screen.phase("store", run.chunks, "chunks")
     started = time.perf_counter()
-    tick = partial(next, map(screen.at, count(1)))
     store = assemble.write(
-        index, duplicates, plan.vocab_size, unknown, space.result, run.tally, tick
+        index, duplicates, plan.vocab_size, unknown, space.result, run.tally, screen.at
     )
     run.tally.step("write").seconds = time.perf_counter() - started
     return store, dedup

@@ -9,7 +9,7 @@ import pickle
 import resource
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -127,7 +127,8 @@ class Worker:
             articles = steps.article_lines(documents, documents.texts)
         by_sentence = b""
         if settings.write_sentences:
-            lined = map(_one_a_line, documents.sentences)
+            # each with a line feed behind it
+            lined = ("\n".join([*each, ""]) for each in documents.sentences)
             by_sentence = steps.article_lines(documents, lined)
         return chunk_file.FinishedChunk(
             end=chunk.end,
@@ -152,10 +153,6 @@ class Worker:
             articles=articles,
             sentences=by_sentence,
         )
-
-
-def _one_a_line(sentences: Sequence[str]) -> str:
-    return "".join(f"{sentence}\n" for sentence in sentences)
 
 
 _worker: Worker  # of a worker process
