@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from data.prepare import chunk_file
-from data.prepare.chunk_file import Tally, json_line
+from data.prepare.chunk_file import DTYPES, Tally, json_line
 from data.prepare.duplicates import Duplicates, ShingleSets
 from data.tokens.store import StoreWriter
 
@@ -21,15 +21,7 @@ SENTENCES = "sentences.jsonl"
 REJECTED = "rejected"
 EXACT = "exact copy of an earlier document"
 NEAR = "near-duplicate of an earlier document"
-# columns of chunks and their types
-_COLUMNS = {
-    "files": "i4",
-    "numbers": "i8",
-    "digests": "u8",
-    "marks": "u4",
-    "shingles": "u4",
-    "set_sizes": "i8",
-}
+_COLUMNS = ("files", "numbers", "digests", "marks", "shingles", "set_sizes")
 
 
 @dataclass(frozen=True)
@@ -69,7 +61,7 @@ def gather(
                 columns[name].tofile(file)
     arrays = {}
     for name, path in paths.items():
-        dtype = _COLUMNS[name]
+        dtype = DTYPES[name]
         empty = not path.stat().st_size  # it cannot be mapped
         arrays[name] = np.zeros(0, dtype) if empty else np.memmap(path, dtype, "r")
     size = sum(array.nbytes for array in arrays.values())
@@ -117,8 +109,7 @@ def write(
             writer.add_documents(
                 tokens, chunk.lengths[sequences], chunk.sequences[keep]
             )
-            if unknown is not None:
-                lacking += int(np.count_nonzero(tokens == unknown))
+            lacking += int(np.count_nonzero(tokens == unknown))
             for name, lines in (
                 (ARTICLES, chunk.articles),
                 (SENTENCES, chunk.sentences),

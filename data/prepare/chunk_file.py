@@ -17,6 +17,18 @@ from data.durable_files import DamagedFile
 from data.prepare.inputs import Cursor
 
 BROKEN = "broken: "  # prefix of reasons of `read`; they count against --max_broken
+# types of the columns of numbers but the tokens'
+DTYPES = {
+    "files": "i4",
+    "numbers": "i8",
+    "sizes": "i8",
+    "digests": "u8",
+    "marks": "u4",
+    "shingles": "u4",
+    "set_sizes": "i8",
+    "sequences": "i4",
+    "lengths": "i4",
+}
 _PER_DIRECTORY = 1000
 _REJECTED = "rejected:"
 
@@ -70,14 +82,6 @@ class Tally(dict[str, ChunkStep]):
         return {name: asdict(step) for name, step in self.items()}
 
     @property
-    def broken(self) -> int:
-        """Number of broken records."""
-        dropped = self.step("read").dropped
-        return sum(
-            count for reason, (count, _) in dropped.items() if reason.startswith(BROKEN)
-        )
-
-    @property
     def records(self) -> int:
         return self.step("read").documents_in
 
@@ -101,7 +105,7 @@ class FinishedChunk:
     numbers: np.ndarray  # (d,) int64: record in it
     sizes: np.ndarray  # (d,) int64: bytes of text
     digests: np.ndarray  # (d,) uint64 of the text
-    # (d, permutations) uint32; (d, 0): no near-duplicates are looked for
+    # (d, permutations) uint32; (0,): no near-duplicates are looked for
     marks: np.ndarray
     # (shingles,) uint32: the documents' sets, one after the other
     shingles: np.ndarray
@@ -110,8 +114,8 @@ class FinishedChunk:
     lengths: np.ndarray  # (sequences,) int32: tokens of each sequence
     tokens: np.ndarray  # (tokens,) of the store's type
     # one line of JSON per document; b"" where they are not wanted
-    articles: bytes = b""
-    sentences: bytes = b""
+    articles: bytes
+    sentences: bytes
 
     def __len__(self) -> int:
         return len(self.numbers)

@@ -323,7 +323,7 @@ def check_broken(tally: Tally, most: float, chunks: Path, count: int) -> None:
     broken = report.broken_summary(tally)
     if broken["share"] <= most:
         return
-    records = f"{tally.broken:,} of {tally.records:,} records are broken ({broken['share']:.2%})"
+    records = f"{broken['records']:,} of {tally.records:,} records are broken ({broken['share']:.2%})"
     lines = [
         f"{records}, more than --max_broken {most} ({most:.2%}); nothing is published"
     ]

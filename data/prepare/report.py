@@ -65,15 +65,17 @@ def broken_summary(tally: Tally) -> dict[str, Any]:
     step = tally.step("read")
     total = step.documents_in
     reasons = {}
+    broken = 0
     broken_bytes = 0
     for reason, (records, size) in sorted(step.dropped.items()):
         if reason.startswith(BROKEN):
             facts = {"records": records, "bytes": size, "share": _share(records, total)}
             reasons[reason.removeprefix(BROKEN)] = facts
+            broken += records
             broken_bytes += size
     return {
-        "records": tally.broken,
-        "share": _share(tally.broken, total),
+        "records": broken,
+        "share": _share(broken, total),
         "share_of_bytes": _share(broken_bytes, step.bytes_in),
         "reasons": reasons,
     }

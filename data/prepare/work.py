@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from data.prepare import chunk_file, fork_server, steps
-from data.prepare.chunk_file import Tally
+from data.prepare.chunk_file import DTYPES, Tally
 from data.prepare.cleaning import make_detector
 from data.prepare.contamination import Evaluation
 from data.prepare.inputs import Chunk
@@ -120,6 +120,17 @@ class Worker:
         if permutations:
             run("signatures", steps.sign, settings.shingle, permutations, settings.seed)
         flat = [sequence for sequences in documents.tokens for sequence in sequences]
+        columns = {
+            "files": documents.files,
+            "numbers": documents.numbers,
+            "sizes": documents.sizes,
+            "digests": steps.digests(documents.texts),
+            "marks": documents.marks,
+            "shingles": np.concatenate([np.empty(0, np.uint32), *documents.sets]),
+            "set_sizes": [len(each) for each in documents.sets],
+            "sequences": [len(sequences) for sequences in documents.tokens],
+            "lengths": [len(sequence) for sequence in flat],
+        }
         dtype = token_dtype(plan.vocab_size)
         tokens = np.concatenate([np.empty(0, np.uint32), *flat]).astype(dtype)
         articles = b""
@@ -136,19 +147,7 @@ class Worker:
             rejected={
                 name: b"".join(lines) for name, lines in rejected.items() if lines
             },
-            files=np.array(documents.files, dtype=np.int32),
-            numbers=np.array(documents.numbers, dtype=np.int64),
-            sizes=np.array(documents.sizes, dtype=np.int64),
-            digests=steps.digests(documents.texts),
-            marks=np.array(documents.marks, dtype=np.uint32).reshape(
-                len(documents), permutations
-            ),
-            shingles=np.concatenate([np.empty(0, np.uint32), *documents.sets]),
-            set_sizes=np.array([len(each) for each in documents.sets], dtype=np.int64),
-            sequences=np.array(
-                [len(sequences) for sequences in documents.tokens], dtype=np.int32
-            ),
-            lengths=np.array([len(sequence) for sequence in flat], dtype=np.int32),
+            **{name: np.array(each, DTYPES[name]) for name, each in columns.items()},
             tokens=tokens,
             articles=articles,
             sentences=by_sentence,

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from itertools import count
 from typing import TYPE_CHECKING, Literal
 
-from data.text.documents import Document, SkippedRecords, Source
+from data.text.documents import Document, OneShard, SkippedRecords, Source
 from data.text.sources import open_source
 from recipes.families import TRAINED
 from recipes.problems import counted
@@ -74,11 +74,8 @@ def documents_of(
     return np.flatnonzero(numbers == PARTS.index(part))
 
 
-class EndHeldOut:
-    """A source whose last characters are its held-out documents; one shard."""
-
-    shards = 1
-    finite = True
+class EndHeldOut(OneShard):
+    """A source whose last characters are its held-out documents."""
 
     def __init__(
         self,
@@ -119,10 +116,6 @@ class EndHeldOut:
                 document = Document(index, pieces.popleft())
                 if index >= start:
                     yield document
-
-    def shard_documents(self, shard: int, start: int = 0) -> Iterator[Document]:
-        assert shard == 0
-        return self.documents(start)
 
 
 def cut_end(texts: list[str], characters: int) -> list[str]:

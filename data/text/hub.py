@@ -79,10 +79,9 @@ class HubSource:
     skipped: SkippedRecords | None = None
 
     name: str = field(init=False)
-    finite: bool = field(default=False, init=False)
     _stream: Any = field(default=None, init=False)  # opened; None after an error
-    # whether the hub has ever answered
-    _reached: bool = field(default=False, init=False)
+    finite = False
+    _reached = False  # whether the hub has ever answered
 
     def __post_init__(self) -> None:
         self.name = "/".join(filter(None, (self.dataset, self.config, self.split)))

@@ -155,20 +155,18 @@ class ParquetFormat(RecordFormat):
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        wrong = None
-        with open_file(path) as opened:
-            mark = opened.read(4)
-            if mark != b"PAR1":
-                kind = "empty file"
-                rule = ""
-                if mark:
-                    kind = "another type of file"
-                    rule = "a parquet file begins with PAR1"
-                wrong = broken_record(path, 1, kind, rule)
         try:
             file = pq.ParquetFile(path, pre_buffer=False, buffer_size=BUFFER)
         except (pa.ArrowException, OSError) as error:
-            yield from [wrong or damaged_rest(path, 1, error)][start:]
+            with open_file(path) as opened:
+                mark = opened.read(4)
+            broken = damaged_rest(path, 1, error)
+            if not mark:
+                broken = broken_record(path, 1, "empty file")
+            elif mark != b"PAR1":
+                rule = "a parquet file begins with PAR1"
+                broken = broken_record(path, 1, "another type of file", rule)
+            yield from [broken][start:]
             return
         with file:
             yield from self._rows(file, path, start)

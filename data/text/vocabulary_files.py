@@ -182,9 +182,11 @@ def _of_words(file: Path, stated: dict[str, Any]) -> Tokenizer:
         files.refuse(file, f"no line reads {', '.join(missing)}", rule)
     _check_class(file, stated)
     lower = all(t == t.lower() for t in vocabulary if t not in BERT_SPECIAL_TOKENS)
-    how = stated.get("do_lower_case", lower), stated.get("strip_accents")
     return wordpiece_backend(
-        vocabulary, *how, stated.get("tokenize_chinese_chars", True)
+        vocabulary,
+        stated.get("do_lower_case", lower),
+        stated.get("strip_accents"),
+        stated.get("tokenize_chinese_chars", True),
     )
 
 
