@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import compress, pairwise
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from data.prepare import chunk_file
-from data.prepare.chunk_file import Tally, json_line
+from data.prepare.chunk_file import DTYPES, Tally, json_line
 from data.prepare.duplicates import Duplicates, ShingleSets
 from data.tokens.store import StoreWriter
 
@@ -22,15 +21,7 @@ SENTENCES = "sentences.jsonl"
 REJECTED = "rejected"
 EXACT = "exact copy of an earlier document"
 NEAR = "near-duplicate of an earlier document"
-# columns of chunks and their types
-_COLUMNS = {
-    "files": "i4",
-    "numbers": "i8",
-    "digests": "u8",
-    "marks": "u4",
-    "shingles": "u4",
-    "set_sizes": "i8",
-}
+_COLUMNS = ("files", "numbers", "digests", "marks", "shingles", "set_sizes")
 
 
 @dataclass(frozen=True)
@@ -49,12 +40,7 @@ class Index:
 
 
 def gather(
-    chunks: Path,
-    names: list[str],
-    count: int,
-    documents: int,
-    permutations: int,
-    directory: Path,
+    chunks: Path, names: list[str], count: int, permutations: int, directory: Path
 ) -> Index:
     """Copy the columns for deduplication from the chunks into mapped files of `directory`.
 
@@ -63,26 +49,24 @@ def gather(
         count: number of chunks.
     """
     directory.mkdir(exist_ok=True)
+    paths = {name: directory / f"{name}.array" for name in _COLUMNS}
+    for path in paths.values():
+        path.write_bytes(b"")
     starts = [0]
-    with ExitStack() as stack:
-        files = {}
-        for name in _COLUMNS:
-            file = open(directory / f"{name}.array", "wb")  # noqa: SIM115 - closed with the others
-            files[name] = stack.enter_context(file)
-        for number in range(count):
-            columns = chunk_file.read_arrays(chunks, number, [*_COLUMNS])
-            starts.append(starts[-1] + len(columns["files"]))
-            for name, file in files.items():
+    for number in range(count):
+        columns = chunk_file.read_arrays(chunks, number, [*_COLUMNS])
+        starts.append(starts[-1] + len(columns["files"]))
+        for name, path in paths.items():
+            with open(path, "ab") as file:
                 columns[name].tofile(file)
-    assert starts[-1] == documents, (starts[-1], documents)
     arrays = {}
-    for name, dtype in _COLUMNS.items():
-        path = directory / f"{name}.array"
+    for name, path in paths.items():
+        dtype = DTYPES[name]
         empty = not path.stat().st_size  # it cannot be mapped
         arrays[name] = np.zeros(0, dtype) if empty else np.memmap(path, dtype, "r")
     size = sum(array.nbytes for array in arrays.values())
     sets = ShingleSets(arrays.pop("shingles"), np.cumsum(arrays.pop("set_sizes")))
-    marks = arrays.pop("marks").reshape(documents, permutations)
+    marks = arrays.pop("marks").reshape(starts[-1], permutations)
     return Index(chunks, names, starts, marks=marks, sets=sets, bytes=size, **arrays)
 
 
@@ -93,13 +77,13 @@ def write(
     unknown: int | None,
     out: Path,
     tally: Tally,
-    step: Callable[[], None],
+    step: Callable[[float], None],
 ) -> dict[str, Any]:
     """Write everything but the report into `out`, and count the last two steps.
 
     Args:
         unknown: number of the token that stands for what a vocabulary lacks.
-        step: called after each chunk.
+        step: called after each chunk with their number so far.
 
     Returns:
         size and checksums of the store, and how many of its tokens are `unknown`.
@@ -119,18 +103,13 @@ def write(
                 if duplicates is None
                 else duplicates.of[start:end] < 0
             )
-            left = len(chunk.sizes[keep]), int(chunk.sizes[keep].sum())
+            left = int(keep.sum()), int(chunk.sizes[keep].sum())
             sequences = np.repeat(keep, chunk.sequences)
-            tokens = (
-                chunk.tokens
-                if keep.all()
-                else chunk.tokens[np.repeat(sequences, chunk.lengths)]
-            )
+            tokens = chunk.tokens[np.repeat(sequences, chunk.lengths)]
             writer.add_documents(
                 tokens, chunk.lengths[sequences], chunk.sequences[keep]
             )
-            if unknown is not None:
-                lacking += int(np.count_nonzero(tokens == unknown))
+            lacking += int(np.count_nonzero(tokens == unknown))
             for name, lines in (
                 (ARTICLES, chunk.articles),
                 (SENTENCES, chunk.sentences),
@@ -147,18 +126,18 @@ def write(
                 for k in np.flatnonzero(~keep).tolist():
                     reason = EXACT if duplicates.exact[start + k] else NEAR
                     deduplicated.drop(reason, int(chunk.sizes[k]))
+                    place = _place(index, start + k)
                     original = _place(index, int(duplicates.of[start + k]))
-                    facts = _place(index, start + k) | {
-                        "reason": reason,
-                        "of": original,
-                    }
                     jaccard = round(float(duplicates.jaccard[start + k]), 4)
-                    dropped.append(json_line(**facts, jaccard=jaccard))
+                    dropped.append(
+                        json_line(**place, reason=reason, of=original, jaccard=jaccard)
+                    )
                 if dropped:
                     append(f"{REJECTED}/deduplicate.jsonl", b"".join(dropped))
-            tally.step("write").enter(*left)
-            tally.step("write").leave(*left)
-            step()
+            written = tally.step("write")
+            written.enter(*left)
+            written.leave(*left)
+            step(number + 1)
     assert writer.checksum is not None
     counts = {
         name: getattr(writer, name) for name in ("documents", "sequences", "tokens")

@@ -16,9 +16,19 @@ from data import durable_files
 from data.durable_files import DamagedFile
 from data.prepare.inputs import Cursor
 
-_EACH_DOCUMENT = "read repair language sentences tokenize decontaminate signatures"
-STEPS = (*_EACH_DOCUMENT.split(), "deduplicate", "write")
 BROKEN = "broken: "  # prefix of reasons of `read`; they count against --max_broken
+# types of the columns of numbers but the tokens'
+DTYPES = {
+    "files": "i4",
+    "numbers": "i8",
+    "sizes": "i8",
+    "digests": "u8",
+    "marks": "u4",
+    "shingles": "u4",
+    "set_sizes": "i8",
+    "sequences": "i4",
+    "lengths": "i4",
+}
 _PER_DIRECTORY = 1000
 _REJECTED = "rejected:"
 
@@ -59,7 +69,7 @@ class ChunkStep:
 
 
 class Tally(dict[str, ChunkStep]):
-    """Steps by name, in the order of STEPS, without those not run."""
+    """Steps by name, in the order in which they ran."""
 
     def step(self, name: str) -> ChunkStep:
         return self.setdefault(name, ChunkStep())
@@ -69,15 +79,7 @@ class Tally(dict[str, ChunkStep]):
             self.step(name).add(step)
 
     def json(self) -> dict[str, Any]:
-        return {name: asdict(self[name]) for name in STEPS if name in self}
-
-    @property
-    def broken(self) -> int:
-        """Number of broken records."""
-        dropped = self.step("read").dropped
-        return sum(
-            count for reason, (count, _) in dropped.items() if reason.startswith(BROKEN)
-        )
+        return {name: asdict(step) for name, step in self.items()}
 
     @property
     def records(self) -> int:
@@ -103,7 +105,7 @@ class FinishedChunk:
     numbers: np.ndarray  # (d,) int64: record in it
     sizes: np.ndarray  # (d,) int64: bytes of text
     digests: np.ndarray  # (d,) uint64 of the text
-    # (d, permutations) uint32; (d, 0): no near-duplicates are looked for
+    # (d, permutations) uint32; (0,): no near-duplicates are looked for
     marks: np.ndarray
     # (shingles,) uint32: the documents' sets, one after the other
     shingles: np.ndarray
@@ -112,8 +114,8 @@ class FinishedChunk:
     lengths: np.ndarray  # (sequences,) int32: tokens of each sequence
     tokens: np.ndarray  # (tokens,) of the store's type
     # one line of JSON per document; b"" where they are not wanted
-    articles: bytes = b""
-    sentences: bytes = b""
+    articles: bytes
+    sentences: bytes
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -134,18 +136,13 @@ class ChunkHead:
 
 
 def commit(directory: Path, number: int, origin: str, finished: FinishedChunk) -> None:
-    """Write the file of a chunk by an atomic rename; `origin`: as of `Head`."""
+    """Write the file of a chunk by an atomic rename; `origin`: as of `ChunkHead`."""
     fields = vars(finished) | {
         _REJECTED + step: lines for step, lines in finished.rejected.items()
     }
-    head = {
-        "number": number,
-        "origin": origin,
-        "end": asdict(finished.end),
-        "tally": finished.tally.json(),
-    }
-    del fields["end"], fields["tally"], fields["rejected"]
-    fields["head"] = json.dumps(head).encode()
+    del fields["rejected"]
+    head = ChunkHead(number, origin, fields.pop("end"), fields.pop("tally"))
+    fields["head"] = json.dumps(asdict(head)).encode()
     path = path_of(directory, number)
     path.parent.mkdir(exist_ok=True)
     with durable_files.replacing(path) as file:

@@ -19,10 +19,8 @@ from data.prepare.cleaning import repair
 from data.prepare.words import Words, passages, words_of
 from data.text.encoder import group_items
 from data.text.file_types import JSON_LINES, JSON_LIST, looks_like, way_from
-from data.text.local_files import format_of
-from data.text.records import BrokenRecord
+from data.text.text_files import TextFormat
 from recipes import files
-from recipes.schema import Origin
 
 # size of a table to dismiss most n-grams by: 16 MiB, one byte an entry
 _FILTER_BITS = 24
@@ -101,14 +99,12 @@ def read_evaluation(paths: Sequence[str], n: int, repaired: bool = True) -> Eval
 def _strings(path: Path) -> Iterator[str]:
     if not files.is_file(path):
         raise ValueError(f"--decontaminate {path}: no such file, or no ordinary one")
-    lines = format_of(
-        Origin(source="text", name=str(path), documents="file"), _LARGEST_FILE
-    )
+    lines = TextFormat(max_record_bytes=_LARGEST_FILE)
     named = any(suffix in (".json", ".jsonl", ".ndjson") for suffix in path.suffixes)
-    kind, _ = looks_like(path) or ("", None)
+    kind = looks_like(path)
     is_json = named or kind in (JSON_LINES, JSON_LIST)
     for raw in lines.framed(path, 0):
-        text = raw if isinstance(raw, BrokenRecord) else lines.parse(raw)
+        text = lines.text_of(raw)
         if not isinstance(text, str):
             why = text.reason if text else "the file is empty"
             if kind and not is_json:

@@ -14,10 +14,17 @@ from pathlib import Path
 
 from data.durable_files import Say, quiet
 from data.prepare.settings import Settings
-from data.text.file_types import looks_like, way_from
+from data.text.file_types import SOURCES, looks_like, way_from
 from data.text.listing import splits_of
 from data.text.local_files import files_of, format_of
-from data.text.records import BrokenRecord, FoundFile, RawRecord, RecordFormat
+from data.text.records import (
+    AnyRecord,
+    BrokenRecord,
+    FoundFile,
+    Parsed,
+    RawRecord,
+    RecordFormat,
+)
 from data.text.sources import hub_source
 from recipes.problems import Problem, ProblemsError, Text, some
 
@@ -41,7 +48,7 @@ class Cursor:
 @dataclass(frozen=True)
 class Chunk:
     number: int
-    items: list[tuple[int, RawRecord | BrokenRecord]]  # (number of the file, record)
+    items: list[tuple[int, AnyRecord]]  # (number of the file, record)
     end: Cursor
     # bytes of the input files up to `end`; an estimate inside compressed files
     progress: float
@@ -53,10 +60,10 @@ class HubFormat(RecordFormat):
     def __init__(self, settings: Settings):
         self._origins = {str(origin.name): origin for origin in settings.origins}
 
-    def frame(self, path: Path, start: int = 0) -> Iterator[RawRecord | BrokenRecord]:
+    def frame(self, path: Path, start: int = 0) -> Iterator[AnyRecord]:
         return hub_source(self._origins[str(path)]).records(start)
 
-    def parse(self, raw: RawRecord) -> str | BrokenRecord | None:
+    def parse(self, raw: RawRecord) -> Parsed:
         assert isinstance(raw.payload, str)
         return raw.payload or None
 
@@ -79,6 +86,7 @@ class Inputs:
         else:
             self.format = format_of(settings.origin, settings.max_record_mb << 20)
             self.files = [file for each in origins for file in files_of(each, say)]
+        self._local = [] if self._hub else self.files
         self.paths = [file.path for file in self.files]
         times = Counter(file.version or file.path for file in self.files)
         repeated = set[str]()
@@ -99,18 +107,19 @@ class Inputs:
         own = self._settings.origin.source
         warnings = list[str]()
         refused = list[Problem]()
-        splits = {} if self._hub else splits_of(self.files)
+        splits = splits_of(self._local) if self._local else {}
         if splits:
             warnings.append(f"files named {' and '.join(splits)} become one store")
-        for path in () if self._hub else self.paths[:FILES_LOOKED_AT]:
+        for path, _ in self._local[:FILES_LOOKED_AT]:
             problem = self._first_problem(path)
             if problem:
                 refused.append(Problem("data.name", *problem))
                 continue
             if own == "text" and (likely := looks_like(path)):
-                way = f"give --source {likely[1]}" if likely[1] else way_from(likely[0])
+                fitting = SOURCES.get(likely)
+                way = f"give --source {fitting}" if fitting else way_from(likely)
                 warnings.append(
-                    f"{path} looks like {likely[0]} and is read as plain text: {way}"
+                    f"{path} looks like {likely} and is read as plain text: {way}"
                 )
             return warnings
         if refused:
@@ -122,7 +131,7 @@ class Inputs:
         broken = list[BrokenRecord]()
         empty = False
         for item in self.format.frame(path):
-            text = item if isinstance(item, BrokenRecord) else self.format.parse(item)
+            text = self.format.text_of(item)
             if isinstance(text, BrokenRecord):
                 broken.append(text)
                 if len(broken) >= RECORDS_LOOKED_AT:
@@ -132,27 +141,23 @@ class Inputs:
             else:
                 empty = True
         if broken:
-            more = (
-                f" (and so {len(broken) - 1} more records)" if len(broken) > 1 else ""
-            )
-            return f"{path}:{broken[0].number}: {broken[0].kind}{more}", broken[
-                0
-            ].detail
+            first, *others = broken
+            more = f" (and so {len(others)} more records)" if others else ""
+            return f"{path}:{first.number}: {first.kind}{more}", first.detail
         rule = "all its records are empty" if empty else "it has no records"
         return str(path), f"no text in it: {rule}"
 
     def check_unchanged(self) -> None:
         """Check that the files are those of the beginning. Raises ProblemsError."""
-        for file in () if self._hub else self.files:
+        for file in self._local:
             file.check_unchanged()
 
     @property
-    def bytes(self) -> int | None:
-        return None if self._hub else sum(file.size for file in self.files)
+    def bytes(self) -> int:
+        """Size of the files on this machine."""
+        return sum(file.size for file in self._local)
 
-    def records(
-        self, start: Cursor
-    ) -> Iterator[tuple[Cursor, RawRecord | BrokenRecord]]:
+    def records(self, start: Cursor) -> Iterator[tuple[Cursor, AnyRecord]]:
         """Yield (place after the record, record), up to `--limit` documents."""
         documents = start.documents
         limit = self._settings.limit
@@ -168,7 +173,7 @@ class Inputs:
 
     def chunks(self, start: Cursor, number: int) -> Iterator[Chunk]:
         """Yield the chunks from `start` on; the first one has this number."""
-        items: list[tuple[int, RawRecord | BrokenRecord]] = []
+        items: list[tuple[int, AnyRecord]] = []
         size = 0
         at = start
         most = max(1, int(self._settings.chunk_mb * 1e6))
@@ -189,7 +194,7 @@ class Inputs:
                 items = []
                 size = 0
         if items:
-            yield Chunk(number, items, at, float(self.bytes or 0))
+            yield Chunk(number, items, at, float(self.bytes))
 
     def _progress(self, at: Cursor, in_file: int) -> float:
         if self._hub:

@@ -9,8 +9,7 @@ import platform
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import count, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -212,22 +211,22 @@ def assemble_result(
     return whole
 
 
+@dataclass
 class ChunkWork:
     """Work on the chunks: which are finished, which other processes make, and how far this one is."""
 
-    def __init__(self, plan: WorkPlan, inputs: Inputs, claims: Claims, screen: Screen):
-        self._plan = plan
-        self._inputs = inputs
-        self._claims = claims
-        self._screen = screen
-        self._run = PreparationRun()
-        self._furthest = 0.0
-        self._elsewhere: dict[int, Cursor] = {}  # where chunks of other processes begin
+    _plan: WorkPlan
+    _inputs: Inputs
+    _claims: Claims
+    _screen: Screen
+    _run: PreparationRun = field(default_factory=PreparationRun)
+    _furthest: float = 0.0
+    # where chunks of other processes begin
+    _elsewhere: dict[int, Cursor] = field(default_factory=dict)
 
     def process(self) -> PreparationRun:
         """Make every missing chunk that no other process makes, and wait for theirs."""
-        size = float(self._inputs.bytes) if self._inputs.bytes else None
-        self._screen.phase("text", size, "B")
+        self._screen.phase("text", float(self._inputs.bytes) or None, "B")
         self._make(self._unclaimed())
         if self._elsewhere:
             self._screen.say(
@@ -324,33 +323,26 @@ def check_broken(tally: Tally, most: float, chunks: Path, count: int) -> None:
     broken = report.broken_summary(tally)
     if broken["share"] <= most:
         return
-    records = f"{tally.broken:,} of {tally.records:,} records are broken ({broken['share']:.2%})"
-    present = (
-        number
-        for number in range(count)
-        if chunk_file.path_of(chunks, number).is_file()
-    )
-    blobs = (
-        chunk_file.read(chunks, number).rejected.get("broken", b"")
-        for number in present
-    )
-    examples = (
-        json.loads(line) for blob in blobs for line in blob.split(b"\n") if line
-    )
+    records = f"{broken['records']:,} of {tally.records:,} records are broken ({broken['share']:.2%})"
     lines = [
-        f"{records}, more than --max_broken {most} ({most:.2%}); nothing is published",
-        *(
-            f"  {kind}: {f['records']:,} ({f['share']:.2%})"
-            for kind, f in broken["reasons"].items()
-        ),
-        "the first ones",
-        *(
-            f"  {e['file']}:{e['number']}: {e['reason']}"
-            for e in islice(examples, EXAMPLES)
-        ),
-        "repair the input, or allow more: the same command with a larger --max_broken resumes the work done",
+        f"{records}, more than --max_broken {most} ({most:.2%}); nothing is published"
     ]
+    for kind, f in broken["reasons"].items():
+        lines.append(f"  {kind}: {f['records']:,} ({f['share']:.2%})")
+    lines.append("the first ones")
+    for e in islice(_broken_records(chunks, count), EXAMPLES):
+        lines.append(f"  {e['file']}:{e['number']}: {e['reason']}")
+    lines.append(
+        "repair the input, or allow more: the same command with a larger --max_broken resumes the work done"
+    )
     raise PreparationFailed("\n".join(lines))
+
+
+def _broken_records(chunks: Path, count: int) -> Iterator[dict[str, Any]]:
+    for number in range(count):
+        if chunk_file.path_of(chunks, number).is_file():
+            rejected = chunk_file.read(chunks, number).rejected
+            yield from map(json.loads, rejected.get("broken", b"").splitlines())
 
 
 def finish(
@@ -361,12 +353,10 @@ def finish(
     space = begun.space
     settings = plan.settings
     bands = plan.bands
-    documents = next((step.documents_out for step in reversed(run.tally.values())), 0)
     permutations = settings.permutations if bands else 0
     names = [str(path) for path in begun.inputs.paths]
-    index = assemble.gather(
-        space.chunks, names, run.chunks, documents, permutations, space.index
-    )
+    index = assemble.gather(space.chunks, names, run.chunks, permutations, space.index)
+    documents = index.starts[-1]
     duplicates = None
     dedup = None
     if bands is not None and settings.dedup is not None:
@@ -388,23 +378,16 @@ def finish(
         }
         documents = int((duplicates.of < 0).sum())
     if not documents:
-        losses = [
-            (reason, n)
-            for step in run.tally.values()
-            for reason, (n, _) in step.dropped.items()
-        ]
-        lines = [
-            "no document passed all steps:",
-            *(f"  {reason}: {n:,}" for reason, n in losses),
-        ]
-        raise PreparationFailed(
-            "\n".join([*lines, "give other input, or relax the steps that dropped it"])
-        )
+        lines = ["no document passed all steps:"]
+        for step in run.tally.values():
+            for reason, (n, _) in step.dropped.items():
+                lines.append(f"  {reason}: {n:,}")
+        lines.append("give other input, or relax the steps that dropped it")
+        raise PreparationFailed("\n".join(lines))
     screen.phase("store", run.chunks, "chunks")
     started = time.perf_counter()
-    tick = partial(next, map(screen.at, count(1)))
     store = assemble.write(
-        index, duplicates, plan.vocab_size, unknown, space.result, run.tally, tick
+        index, duplicates, plan.vocab_size, unknown, space.result, run.tally, screen.at
     )
     run.tally.step("write").seconds = time.perf_counter() - started
     return store, dedup
@@ -443,13 +426,6 @@ def describe(
         )
         warnings = [*warnings, f"{lacking}: see {assemble.REJECTED}/broken.jsonl"]
     size = {"vocab_size": plan.vocab_size}
-    made = {
-        "prefix": assemble.STORE,
-        "samples": settings.samples,
-        **size,
-        "vocabulary_digest": digest,
-    }
-    vocabulary = {**settings.tokenizer.model_dump(), **size, "digest": digest}
     decontamination = evaluation and {
         "files": [
             {"name": name, "sha256": sha256}
@@ -466,9 +442,17 @@ def describe(
             speeds[name] = round(step.bytes_in / 1e6 / step.seconds, 2)
     return {
         "manifest": manifest,
-        "store": {**made, **store},
+        "store": {
+            "prefix": assemble.STORE,
+            "samples": settings.samples,
+            **size,
+            "vocabulary_digest": digest,
+            **store,
+        },
         "tokenizer": {
-            **vocabulary,
+            **settings.tokenizer.model_dump(),
+            **size,
+            "digest": digest,
             "trained_on": trained_on if settings.tokenizer.kind in TRAINED else None,
         },
         "steps": tally.json(),

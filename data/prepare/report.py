@@ -65,15 +65,17 @@ def broken_summary(tally: Tally) -> dict[str, Any]:
     step = tally.step("read")
     total = step.documents_in
     reasons = {}
+    broken = 0
     broken_bytes = 0
     for reason, (records, size) in sorted(step.dropped.items()):
         if reason.startswith(BROKEN):
             facts = {"records": records, "bytes": size, "share": _share(records, total)}
             reasons[reason.removeprefix(BROKEN)] = facts
+            broken += records
             broken_bytes += size
     return {
-        "records": tally.broken,
-        "share": _share(tally.broken, total),
+        "records": broken,
+        "share": _share(broken, total),
         "share_of_bytes": _share(broken_bytes, step.bytes_in),
         "reasons": reasons,
     }
@@ -81,14 +83,8 @@ def broken_summary(tally: Tally) -> dict[str, Any]:
 
 def as_text(report: dict[str, Any]) -> str:
     """Write the report as tables, for a reader."""
-    parts = (
-        _head(report),
-        _steps(report),
-        _dropped(report),
-        _store(report),
-        _files(report),
-    )
-    return "\n\n".join("\n".join(lines) for lines in parts) + "\n"
+    parts = (_head, _steps, _dropped, _store, _files)
+    return "\n\n".join("\n".join(part(report)) for part in parts) + "\n"
 
 
 def _head(report: dict[str, Any]) -> list[str]:
@@ -118,11 +114,6 @@ def _steps(report: dict[str, Any]) -> list[str]:
     ]
     for name, step in report["steps"].items():
         dropped = sum(count for count, _ in step["dropped"].values())
-        documents = (f"{step['documents_in']:,}", f"{step['documents_out']:,}")
-        megabytes = (
-            f"{step['bytes_in'] / 1e6:,.2f}",
-            f"{step['bytes_out'] / 1e6:,.2f}",
-        )
         changed = f"{step['changed']:,}" if name == "repair" else ""
         seconds = f"{step['seconds']:,.1f}" if step["seconds"] else ""
         speed = str(report["mb_per_second_and_core"].get(name, ""))
@@ -130,8 +121,10 @@ def _steps(report: dict[str, Any]) -> list[str]:
         rows.append(
             (
                 _TITLES.get(name, name),
-                *documents,
-                *megabytes,
+                f"{step['documents_in']:,}",
+                f"{step['documents_out']:,}",
+                f"{step['bytes_in'] / 1e6:,.2f}",
+                f"{step['bytes_out'] / 1e6:,.2f}",
                 changed,
                 lost,
                 seconds,

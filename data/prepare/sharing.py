@@ -33,9 +33,9 @@ def kernel() -> str:
 
 
 class Claims:
-    """Claims of this process among all that share `directory`.
+    """Claims of this process among all that share `directory`, given up where the context ends.
 
-    Used as a context. Raises OSError where the directory cannot be made or written.
+    Raises OSError where the directory cannot be made or written.
     """
 
     def __init__(self, directory: Path):
@@ -45,13 +45,13 @@ class Claims:
         self._left = threading.Event()
         # of others: number, and when it was new
         self._counts: dict[str, tuple[bytes, float]] = {}
-
-    def __enter__(self) -> Claims:
-        self._directory.mkdir(parents=True, exist_ok=True)
-        self._file = open(self._directory / self._name, "wb", buffering=0)
+        directory.mkdir(parents=True, exist_ok=True)
+        self._file = open(directory / self._name, "wb", buffering=0)  # noqa: SIM115 - closed at the end
         with suppress(OSError):  # a file system without locks
             fcntl.flock(self._file, fcntl.LOCK_EX)
         threading.Thread(target=self._count, daemon=True).start()
+
+    def __enter__(self) -> Claims:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import compress
 
@@ -22,7 +22,7 @@ from data.prepare.settings import in_flags
 from data.prepare.words import Words, signatures, words_of
 from data.text.documents import Document
 from data.text.encoder import Encoder, Ends, group_items, sentences_of
-from data.text.records import BrokenRecord, RawRecord, RecordFormat
+from data.text.records import AnyRecord, BrokenRecord, RecordFormat
 
 NOT_A_DOCUMENT = "not a document (empty, a redirect)"
 EXCERPT_CHARACTERS = 200  # of a dropped document
@@ -38,17 +38,15 @@ Verdict = tuple[str, str] | None
 class Documents:
     """Columns of documents, of equal length; empty before a step fills them."""
 
-    files: list[int] = field(default_factory=list)  # number of the input file
-    names: list[str] = field(default_factory=list)  # the file, as records name it
-    numbers: list[int] = field(default_factory=list)  # record in it
-    texts: list[str] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)  # bytes of the text in UTF-8
-    sentences: list[list[str]] = field(default_factory=list)
-    # per document its sequences, uint32
-    tokens: list[list[np.ndarray]] = field(default_factory=list)
-    marks: list[np.ndarray] = field(default_factory=list)  # (permutations,) uint32 each
-    # each document's set of shingles, uint32
-    sets: list[np.ndarray] = field(default_factory=list)
+    files: Sequence[int] = ()  # number of the input file
+    names: Sequence[str] = ()  # the file, as records name it
+    numbers: Sequence[int] = ()  # record in it
+    texts: Sequence[str] = ()
+    sizes: Sequence[int] = ()  # bytes of the text in UTF-8
+    sentences: Sequence[list[str]] = ()
+    tokens: Sequence[list[np.ndarray]] = ()  # per document its sequences, uint32
+    marks: Sequence[np.ndarray] = ()  # (permutations,) uint32 each
+    sets: Sequence[np.ndarray] = ()  # each document's set of shingles, uint32
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -68,15 +66,14 @@ class Documents:
             if verdict is not None:
                 reason, detail = verdict
                 step.drop(reason, size)
-                place = dict(file=file, number=number)
-                excerpt = text[:EXCERPT_CHARACTERS]
                 reject(
                     json_line(
-                        **place,
+                        file=file,
+                        number=number,
                         reason=reason,
                         detail=detail,
                         size=size,
-                        excerpt=excerpt,
+                        excerpt=text[:EXCERPT_CHARACTERS],
                     )
                 )
         if all(keep):
@@ -96,12 +93,13 @@ def parse(
     documents: Documents,
     step: ChunkStep,
     reject: Reject,
-    items: list[tuple[int, RawRecord | BrokenRecord]],
+    items: list[tuple[int, AnyRecord]],
     form: RecordFormat,
 ) -> Documents:
-    """Add the documents of records; count broken records and keep them aside."""
+    """Take the documents of records; count broken records and keep them aside."""
+    rows = []
     for file, item in items:
-        text = item if isinstance(item, BrokenRecord) else form.parse(item)
+        text = form.text_of(item)
         size = item.size if isinstance(item, BrokenRecord) else len(item.payload)
         step.enter(1, size)
         if isinstance(text, BrokenRecord):
@@ -110,12 +108,8 @@ def parse(
         elif not text:
             step.drop(NOT_A_DOCUMENT, size)
         else:
-            documents.files.append(file)
-            documents.names.append(item.file)
-            documents.numbers.append(item.number)
-            documents.texts.append(text)
-            documents.sizes.append(utf8_size(text))
-    return documents
+            rows.append((file, item.file, item.number, text, utf8_size(text)))
+    return Documents(*zip(*rows, strict=True))
 
 
 def repair_texts(documents: Documents, step: ChunkStep, reject: Reject) -> Documents:
@@ -221,7 +215,7 @@ def sign(
     return replace(documents, marks=marks, sets=sets)
 
 
-def digests(texts: list[str]) -> np.ndarray:
+def digests(texts: Sequence[str]) -> np.ndarray:
     """Hash texts as (documents,) uint64; of 10^8 texts any two collide once in 4,000 corpora."""
     parts = [
         hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest()

@@ -9,7 +9,7 @@ import pickle
 import resource
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from data.prepare import chunk_file, fork_server, steps
-from data.prepare.chunk_file import Tally
+from data.prepare.chunk_file import DTYPES, Tally
 from data.prepare.cleaning import make_detector
 from data.prepare.contamination import Evaluation
 from data.prepare.inputs import Chunk
@@ -48,7 +48,6 @@ class WorkPlan:
 class Answer:
     """A worker's answer for a chunk."""
 
-    number: int
     tally: Tally
     progress: float  # as of Chunk
     peak_bytes: int  # most memory of this worker so far
@@ -71,13 +70,8 @@ class Worker:
         )
         before = self._spent
         self._spent = time.process_time()
-        return Answer(
-            chunk.number,
-            finished.tally,
-            chunk.progress,
-            peak_memory(),
-            self._spent - before,
-        )
+        seconds = self._spent - before
+        return Answer(finished.tally, chunk.progress, peak_memory(), seconds)
 
     def _finish(self, chunk: Chunk) -> chunk_file.FinishedChunk:
         plan = self._plan
@@ -126,16 +120,26 @@ class Worker:
         if permutations:
             run("signatures", steps.sign, settings.shingle, permutations, settings.seed)
         flat = [sequence for sequences in documents.tokens for sequence in sequences]
+        columns = {
+            "files": documents.files,
+            "numbers": documents.numbers,
+            "sizes": documents.sizes,
+            "digests": steps.digests(documents.texts),
+            "marks": documents.marks,
+            "shingles": np.concatenate([np.empty(0, np.uint32), *documents.sets]),
+            "set_sizes": [len(each) for each in documents.sets],
+            "sequences": [len(sequences) for sequences in documents.tokens],
+            "lengths": [len(sequence) for sequence in flat],
+        }
         dtype = token_dtype(plan.vocab_size)
-        tokens = (
-            np.concatenate(flat).astype(dtype) if flat else np.zeros(0, dtype=dtype)
-        )
+        tokens = np.concatenate([np.empty(0, np.uint32), *flat]).astype(dtype)
         articles = b""
         if settings.write_articles:
             articles = steps.article_lines(documents, documents.texts)
         by_sentence = b""
         if settings.write_sentences:
-            lined = map(_one_a_line, documents.sentences)
+            # each with a line feed behind it
+            lined = ("\n".join([*each, ""]) for each in documents.sentences)
             by_sentence = steps.article_lines(documents, lined)
         return chunk_file.FinishedChunk(
             end=chunk.end,
@@ -143,27 +147,11 @@ class Worker:
             rejected={
                 name: b"".join(lines) for name, lines in rejected.items() if lines
             },
-            files=np.array(documents.files, dtype=np.int32),
-            numbers=np.array(documents.numbers, dtype=np.int64),
-            sizes=np.array(documents.sizes, dtype=np.int64),
-            digests=steps.digests(documents.texts),
-            marks=np.array(documents.marks, dtype=np.uint32).reshape(
-                len(documents), permutations
-            ),
-            shingles=np.concatenate([np.empty(0, np.uint32), *documents.sets]),
-            set_sizes=np.array([len(each) for each in documents.sets], dtype=np.int64),
-            sequences=np.array(
-                [len(sequences) for sequences in documents.tokens], dtype=np.int32
-            ),
-            lengths=np.array([len(sequence) for sequence in flat], dtype=np.int32),
+            **{name: np.array(each, DTYPES[name]) for name, each in columns.items()},
             tokens=tokens,
             articles=articles,
             sentences=by_sentence,
         )
-
-
-def _one_a_line(sentences: Sequence[str]) -> str:
-    return "".join(f"{sentence}\n" for sentence in sentences)
 
 
 _worker: Worker  # of a worker process

@@ -12,8 +12,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,21 +41,18 @@ class Workspace:
             self.partial / name for name in ("chunks", "index", "result")
         )
 
-    @contextmanager
-    def shared(self) -> Iterator[Claims]:
+    def shared(self) -> Claims:
         """Share the work on OUT with other processes.
 
         Their directory is next to OUT and OUT.partial, since these are moved and removed. Raises ValueError:
         nothing can be written there.
         """
         path = self.out.with_name(f".{self.out.name}.processes")
-        with ExitStack() as stack:
-            try:
-                claims = stack.enter_context(Claims(path))
-            except OSError as error:
-                came = f"--out {self.out}: nothing can be written to {path.parent} ({error.strerror})"
-                raise ValueError(f"{came}: name another --out") from error
-            yield claims
+        try:
+            return Claims(path)
+        except OSError as error:
+            came = f"--out {self.out}: nothing can be written to {path.parent} ({error.strerror})"
+            raise ValueError(f"{came}: name another --out") from error
 
     def already_complete(self, manifest: dict[str, Any], force: bool, say: Say) -> bool:
         """Tell whether OUT is the result of this very command.
@@ -96,9 +91,7 @@ class Workspace:
         `others`: other processes prepare this OUT. Raises ValueError: it belongs to another command.
         """
         if others and self.manifest.exists():
-            differing = _changed(
-                files.read_json_object(self.manifest, MOST_MANIFEST), manifest
-            )
+            differing = self._changed(manifest)
             if differing:
                 came = f"--out {self.out}: other processes prepare it by another command, which differs in"
                 raise ValueError(
@@ -130,20 +123,17 @@ class Workspace:
 
     def _changes(self, manifest: dict[str, Any]) -> str | None:
         """Describe how the work in OUT.partial differs from a manifest; None where there is none to lose."""
-        if (
-            not self.tokenizer.is_dir()
-            and next(self.chunks.rglob("*.chunk"), None) is None
-        ):
+        made = self.tokenizer.is_dir() or any(self.chunks.rglob("*.chunk"))
+        if not made or not self.manifest.exists():
             return None
         try:
-            before = (
-                files.read_json_object(self.manifest, MOST_MANIFEST)
-                if self.manifest.exists()
-                else None
-            )
+            return self._changed(manifest)
         except files.FileError as error:
             return f"  {error}"
-        return None if before is None else _changed(before, manifest)
+
+    def _changed(self, manifest: dict[str, Any]) -> str:
+        before = files.read_json_object(self.manifest, MOST_MANIFEST)
+        return _changed(before, manifest)
 
     def new_result(self) -> Path:
         """Make an empty directory for the result."""

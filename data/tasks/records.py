@@ -59,12 +59,13 @@ def read_split(facts: TaskFacts, split: str, path: str | None) -> Split:
     datasets.disable_progress_bars()
     there = facts.splits.get(split)
     where = path or f"{facts.hub[0]} {there}"
-    refused = partial(_refused, f"--{split}", where)
+    key = f"--{split}"
+    refused = partial(ProblemsError.of, key, where, where=key)
     test = split.startswith("test")
     needed = (*facts.texts, *([] if test else ["label"]))
     try:
-        load = partial(datasets.load_dataset, *facts.hub, split=there)
-        examples = _local(path) if path else load()
+        load = datasets.load_dataset
+        examples = _local(path) if path else load(*facts.hub, split=there)
         examples = _in_our_fields(facts, examples, needed)
     except ProblemsError:
         raise
@@ -89,10 +90,6 @@ def read_split(facts: TaskFacts, split: str, path: str | None) -> Split:
     if not rows:
         raise refused("holds no complete record", f"give {KINDS}")
     return Split(split, Dataset.from_list(rows), len(examples) - len(rows))
-
-
-def _refused(key: str, where: str, rule: str, fix: str) -> ProblemsError:
-    return ProblemsError.of(key, where, rule, fix, where=key)
 
 
 def task_of(recipe: Recipe) -> Task:

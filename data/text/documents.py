@@ -70,6 +70,17 @@ class Source(Protocol):
         """Yield the documents of one shard, from index `start` within it on, without the empty ones."""
 
 
+class OneShard(Source):
+    """A finite source that is not read in parts."""
+
+    shards = 1
+    finite = True
+
+    def shard_documents(self, shard: int, start: int = 0) -> Iterator[Document]:
+        assert shard == 0
+        return self.documents(start)
+
+
 def end_of_document(tokenizer: PreTrainedTokenizerFast) -> int:
     """Return the end-of-document token: end-of-sequence, or [SEP]. Raises ProblemsError: there is neither."""
     for token in (tokenizer.eos_token_id, tokenizer.sep_token_id):

@@ -191,11 +191,7 @@ class Encoder:
             flat.fromlist(encoding.ids)  # half the time of np.array
             flat.extend(end)
             bounds.append(len(flat))
-        whole = (
-            np.frombuffer(flat, dtype=np.uint32)
-            if flat
-            else np.zeros(0, dtype=np.uint32)
-        )
+        whole = np.asarray(flat)
         return (whole[a:b] for a, b in zip(bounds, bounds[1:], strict=False))
 
     def _check_spelling(self, text: str, alphabet: set[str]) -> None:

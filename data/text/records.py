@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from data.text.documents import Document, SkippedRecords
-from data.text.file_types import JSON_LINES, JSON_LIST, looks_like, way_from
+from data.text.file_types import JSON_LINES, JSON_LIST, SOURCES, looks_like, way_from
 from recipes.problems import Key, Problem, ProblemsError, Setting, Text, Words, pieces
 
 # a longer record is broken: no document of a corpus is that long
@@ -66,6 +66,11 @@ class BrokenRecord:
         return Problem("", self.kind, self.detail).render(show)
 
 
+AnyRecord = RawRecord | BrokenRecord
+# The text of a document; None: the record is no document (it is empty).
+Parsed = str | BrokenRecord | None
+
+
 class FoundFile(NamedTuple):
     """A file as it was when its name was looked up.
 
@@ -106,14 +111,14 @@ class RecordFormat:
 
     source: ClassVar[str]  # its name in a recipe
 
-    def records(self, path: Path) -> Iterator[RawRecord | BrokenRecord]:
+    def records(self, path: Path) -> Iterator[AnyRecord]:
         """Yield the file's records in order, none of an empty file.
 
         Raises ValueError: the file cannot be opened.
         """
         raise NotImplementedError
 
-    def frame(self, path: Path, start: int = 0) -> Iterator[RawRecord | BrokenRecord]:
+    def frame(self, path: Path, start: int = 0) -> Iterator[AnyRecord]:
         """Yield the file's records in order, after the first `start`.
 
         A file that is empty or of another type is one broken record.
@@ -123,15 +128,19 @@ class RecordFormat:
             return iter([wrong][start:])
         return self.framed(path, start)
 
-    def framed(self, path: Path, start: int) -> Iterator[RawRecord | BrokenRecord]:
+    def framed(self, path: Path, start: int) -> Iterator[AnyRecord]:
         """Do what `frame` does, for a file of this type."""
         records = self.records(path)
         first = next(records, None) or broken_record(path, 1, "empty file")
         return islice(chain([first], records), start, None)
 
-    def parse(self, raw: RawRecord) -> str | BrokenRecord | None:
-        """Return the document's text; None where the record is no document (it is empty)."""
+    def parse(self, raw: RawRecord) -> Parsed:
+        """Return the document of a record."""
         raise NotImplementedError
+
+    def text_of(self, record: AnyRecord) -> Parsed:
+        """Parse a record, unless it is broken."""
+        return record if isinstance(record, BrokenRecord) else self.parse(record)
 
 
 def broken_record(
@@ -160,14 +169,15 @@ def broken_record(
     )
 
 
-# Types that a source reads although they look like another's.
-_PASSING = {"text": (JSON_LINES, JSON_LIST)}
-
-
 def _another_type(path: Path, source: str) -> BrokenRecord | None:
     """Return the reason why a file is not read by `source`; None: nothing speaks against it."""
-    name, fitting = looks_like(path) or ("", source)
-    if fitting == source or name in _PASSING.get(source, ()):
+    name = looks_like(path)
+    if name is None:
+        return None
+    fitting = SOURCES.get(name)
+    # which is text, too
+    passing = source == "text" and name in (JSON_LINES, JSON_LIST)
+    if fitting == source or passing:
         return None
     way: Text = (
         ("give ", Setting("data.source", fitting)) if fitting else way_from(name)
@@ -193,8 +203,10 @@ def oversized_record(
     return broken_record(path, number, "too large", detail, payload, size)
 
 
-def decode_payload(raw: RawRecord) -> str | BrokenRecord:
+def decode_payload(raw: AnyRecord) -> str | BrokenRecord:
     """Decode a payload to text without a byte-order mark, or report it as broken."""
+    if isinstance(raw, BrokenRecord):
+        return raw
     text = raw.payload
     if isinstance(text, bytes):
         try:
@@ -211,7 +223,7 @@ def decode_payload(raw: RawRecord) -> str | BrokenRecord:
     return text.removeprefix("\ufeff")
 
 
-def field_text(record: Any, column: str, raw: RawRecord) -> str | BrokenRecord | None:
+def field_text(record: Any, column: str, raw: RawRecord) -> Parsed:
     """Return the text field of a parsed record, or report it as broken; None where it is empty."""
     if not isinstance(record, dict):
         kind = f"a JSON {type(record).__name__} where an object with a text field is needed"
@@ -269,7 +281,7 @@ def read_strictly(
                 file.check_unchanged()
             if index < start:
                 continue
-            parsed = raw if isinstance(raw, BrokenRecord) else format.parse(raw)
+            parsed = format.text_of(raw)
             if isinstance(parsed, BrokenRecord):
                 file.check_unchanged()
                 skip_or_refuse(f"{parsed.file}:{parsed.number}", parsed, skipped)

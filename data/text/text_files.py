@@ -14,7 +14,9 @@ from data.text.file_types import BUFFER, READ_ERRORS, open_decompressed, open_fi
 from data.text.records import (
     EXCERPT_BYTES,
     MAX_RECORD_BYTES,
+    AnyRecord,
     BrokenRecord,
+    Parsed,
     RawRecord,
     RecordFormat,
     broken_record,
@@ -39,7 +41,7 @@ class JsonlFormat(RecordFormat):
     text_column: str = "text"
     max_record_bytes: int = MAX_RECORD_BYTES
 
-    def records(self, path: Path) -> Iterator[RawRecord | BrokenRecord]:
+    def records(self, path: Path) -> Iterator[AnyRecord]:
         lines = numbered_lines(path, self.max_record_bytes)
         return (
             line
@@ -47,7 +49,7 @@ class JsonlFormat(RecordFormat):
             if isinstance(line, BrokenRecord) or line.payload.strip()
         )
 
-    def parse(self, raw: RawRecord) -> str | BrokenRecord | None:
+    def parse(self, raw: RawRecord) -> Parsed:
         text = decode_payload(raw)
         if isinstance(text, BrokenRecord):
             return text
@@ -69,12 +71,12 @@ class TextFormat(RecordFormat):
     documents: Literal["file", "blank_line"] = "file"
     max_record_bytes: int = MAX_RECORD_BYTES
 
-    def records(self, path: Path) -> Iterator[RawRecord | BrokenRecord]:
+    def records(self, path: Path) -> Iterator[AnyRecord]:
         if self.documents == "file":
             return self._whole(path)
         return self._blocks(path)
 
-    def _whole(self, path: Path) -> Iterator[RawRecord | BrokenRecord]:
+    def _whole(self, path: Path) -> Iterator[AnyRecord]:
         limit = self.max_record_bytes
         try:
             with open_decompressed(path) as file:
@@ -94,7 +96,7 @@ class TextFormat(RecordFormat):
         elif content:
             yield RawRecord(str(path), 1, content)
 
-    def _blocks(self, path: Path) -> Iterator[RawRecord | BrokenRecord]:
+    def _blocks(self, path: Path) -> Iterator[AnyRecord]:
         """Yield the blocks of lines, numbered by their first lines."""
         block = bytearray()
         first = 0
@@ -126,14 +128,12 @@ class TextFormat(RecordFormat):
         if size:
             yield self._block(path, first, block, size)
 
-    def _block(
-        self, path: Path, number: int, block: bytearray, size: int
-    ) -> RawRecord | BrokenRecord:
+    def _block(self, path: Path, number: int, block: bytearray, size: int) -> AnyRecord:
         if size > self.max_record_bytes:
             return oversized_record(path, number, block, size, self.max_record_bytes)
         return RawRecord(str(path), number, bytes(block))
 
-    def parse(self, raw: RawRecord) -> str | BrokenRecord | None:
+    def parse(self, raw: RawRecord) -> Parsed:
         text = decode_payload(raw)
         if isinstance(text, BrokenRecord):
             return text
@@ -151,31 +151,27 @@ class ParquetFormat(RecordFormat):
     max_record_bytes: int = MAX_RECORD_BYTES
     batch_rows: int = 256
 
-    def framed(self, path: Path, start: int) -> Iterator[RawRecord | BrokenRecord]:
+    def framed(self, path: Path, start: int) -> Iterator[AnyRecord]:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        wrong = None
-        with open_file(path) as opened:
-            mark = opened.read(4)
-            if mark != b"PAR1":
-                kind = "empty file"
-                rule = ""
-                if mark:
-                    kind = "another type of file"
-                    rule = "a parquet file begins with PAR1"
-                wrong = broken_record(path, 1, kind, rule)
         try:
             file = pq.ParquetFile(path, pre_buffer=False, buffer_size=BUFFER)
         except (pa.ArrowException, OSError) as error:
-            yield from [wrong or damaged_rest(path, 1, error)][start:]
+            with open_file(path) as opened:
+                mark = opened.read(4)
+            broken = damaged_rest(path, 1, error)
+            if not mark:
+                broken = broken_record(path, 1, "empty file")
+            elif mark != b"PAR1":
+                rule = "a parquet file begins with PAR1"
+                broken = broken_record(path, 1, "another type of file", rule)
+            yield from [broken][start:]
             return
         with file:
             yield from self._rows(file, path, start)
 
-    def _rows(
-        self, file: Any, path: Path, start: int
-    ) -> Iterator[RawRecord | BrokenRecord]:
+    def _rows(self, file: Any, path: Path, start: int) -> Iterator[AnyRecord]:
         import pyarrow as pa
 
         problem = self._column_problem(file)
@@ -231,9 +227,7 @@ class ParquetFormat(RecordFormat):
                 column = column.dictionary_decode()
             yield from column.cast(pa.large_binary()).to_pylist()
 
-    def _record(
-        self, path: Path, row: int, value: bytes | None
-    ) -> RawRecord | BrokenRecord:
+    def _record(self, path: Path, row: int, value: bytes | None) -> AnyRecord:
         if value is None:
             return broken_record(
                 path, row, f"field {self.text_column!r} is null, not a string"
@@ -242,11 +236,11 @@ class ParquetFormat(RecordFormat):
             return oversized_record(path, row, value, len(value), self.max_record_bytes)
         return RawRecord(str(path), row, value)
 
-    def parse(self, raw: RawRecord) -> str | BrokenRecord | None:
+    def parse(self, raw: RawRecord) -> Parsed:
         return decode_payload(raw) or None
 
 
-def numbered_lines(path: Path, limit: int) -> Iterator[RawRecord | BrokenRecord]:
+def numbered_lines(path: Path, limit: int) -> Iterator[AnyRecord]:
     """Yield the file's lines, decompressed and numbered from 1; a line over `limit` as a `BrokenRecord`.
 
     Where the file cannot be read on, the last item is a `BrokenRecord` of size 0.

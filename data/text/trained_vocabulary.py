@@ -257,8 +257,7 @@ def wordpiece_tokenizer(
     vocabulary: dict[str, int], *, lowercase: bool
 ) -> PreTrainedTokenizerFast:
     """Make BERT's tokenizer of a vocabulary; equal vocabularies give tokenizers of an equal digest."""
-    names = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
-    how: dict[str, Any] = dict(zip(names, BERT_SPECIAL_TOKENS, strict=True))
+    how: dict[str, Any] = dict(zip(BERT_ROLES, BERT_SPECIAL_TOKENS, strict=True))
     how["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
     return PreTrainedTokenizerFast(
         tokenizer_object=wordpiece_backend(vocabulary, lowercase), **how

@@ -37,22 +37,12 @@ def build_vocabulary(
     family needs.
     """
     settings = recipe.data.tokenizer
-    origins = recipe.data.origins
-    if settings.kind == "store":
-        named = [
-            origin.name
-            for origin in origins
-            if origin.source == "store" and origin.name
-        ]
-        from data.text.ready_made_vocabulary import store_tokenizer
-
-        tokenizer = store_tokenizer(named)
-    elif settings.kind not in TRAINED:
+    if settings.kind in TRAINED:
+        tokenizer = trained_tokenizer(recipe, sources, directory, say)
+    else:
         from data.text.ready_made_vocabulary import ready_made
 
-        tokenizer = ready_made(settings)
-    else:
-        tokenizer = trained_tokenizer(recipe, sources, directory, say)
+        tokenizer = ready_made(settings, recipe.data.origins)
     size = vocabulary_size(tokenizer)
     stated = recipe.model.vocab_size
     what = f"the {settings.kind} vocabulary{f' of {settings.path}' if settings.path else ''}"

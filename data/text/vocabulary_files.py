@@ -128,10 +128,8 @@ def _read(path: Path) -> PreTrainedTokenizerFast:
     else:
         backend = _of_json(file)
     _check_rules(backend, stated, folder)
-    extra = [
-        *(stated.get("additional_special_tokens") or ()),
-        *(stated.get("extra_special_tokens") or ()),
-    ]
+    extra = stated.get("additional_special_tokens", [])
+    extra = extra + stated.get("extra_special_tokens", [])
     roles: dict[str, Any] = {role: stated[role] for role in _USUAL if role in stated}
     _add_tokens(backend, stated, [*filter(None, roles.values()), *extra], folder)
     known = backend.get_vocab()
@@ -184,9 +182,11 @@ def _of_words(file: Path, stated: dict[str, Any]) -> Tokenizer:
         files.refuse(file, f"no line reads {', '.join(missing)}", rule)
     _check_class(file, stated)
     lower = all(t == t.lower() for t in vocabulary if t not in BERT_SPECIAL_TOKENS)
-    how = stated.get("do_lower_case", lower), stated.get("strip_accents")
     return wordpiece_backend(
-        vocabulary, *how, stated.get("tokenize_chinese_chars", True)
+        vocabulary,
+        stated.get("do_lower_case", lower),
+        stated.get("strip_accents"),
+        stated.get("tokenize_chinese_chars", True),
     )
 
 
@@ -228,15 +228,14 @@ def _check_class(file: Path, stated: dict[str, Any]) -> None:
 
 
 def _stated(folder: Path) -> dict[str, Any]:
-    """Read what the files beside a vocabulary state, without nulls; tokens become their spellings.
+    """Read what the files beside a vocabulary state, nulls of roles only; tokens become their spellings.
 
     Raises FileError where two contradict each other.
     """
     stated: dict[str, Any] = {}
     for place in (folder / _SPECIAL, folder / CONFIG):
-        for key, value in (
-            files.read_json_object(place).items() if place.is_file() else ()
-        ):
+        given = files.read_json_object(place) if place.is_file() else {}
+        for key, value in given.items():
             if key in _USUAL and isinstance(value, dict):
                 value = value.get("content")
             elif key in ("additional_special_tokens", "extra_special_tokens"):
@@ -245,16 +244,15 @@ def _stated(folder: Path) -> dict[str, Any]:
                     token["content"] if isinstance(token, dict) else token
                     for token in each
                 ]
-            if (
-                key in _USUAL
-                and stated.get(key, value) not in (value, None)
-                and value is not None
-            ):
+            if value is None:
+                if key in _USUAL:
+                    stated.setdefault(key)
+                continue
+            if key in _USUAL and stated.get(key) not in (value, None):
                 came = f"{key} is {value!r}, and {stated[key]!r} in {_SPECIAL}"
                 rule = "a role has one token"
                 files.refuse(place, came, rule, "remove the wrong one")
-            if value is not None or key in _USUAL:
-                stated[key] = value if value is not None else stated.get(key)
+            stated[key] = value
     if (folder / _ADDED).is_file():
         stated[_ADDED] = files.read_json_object(folder / _ADDED)
     return stated

@@ -394,7 +394,7 @@ def store_prefix(origin: Origin, sequences: Sequences) -> Path:
                 raise _refused(origin, "prepare_data has not finished there", fix)
             rule = f"no such directory, and no {bin_path(prefix).name} (seen from {Path.cwd()})"
             if path.is_file() and (kind := looks_like(path)):
-                rule = f"it is {kind[0]}, and no token store"
+                rule = f"it is {kind}, and no token store"
             fix = "give what prepare_data wrote, or the path of a .bin and an .idx without the ending"
             raise _refused(origin, rule, fix)
         _check_index(origin, prefix)

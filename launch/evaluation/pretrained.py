@@ -54,18 +54,15 @@ def encoder_in(given: StartingModel) -> tuple[dict[str, Any], Path]:
     from launch.weights.initial_weights import shown
 
     model = given.model()
-    problems = []
     if not FAMILIES[model.form.family].masked:
         came = f"is a model of type {shown(model.form.model_type)}"
         fix = "give a run with a checkpoint, or a directory that save_pretrained or export_hf.py wrote"
         rule = "heads for tasks stand on a BERT"
-        problems.append(Problem(given.key, came, rule, fix))
-    elif given.tokenizer is None:
+        raise given.error(Problem(given.key, came, rule, fix))
+    if given.tokenizer is None:
         fix = "pretrain from it with --init_from, and fine-tune that run"
-        problems.append(Problem(given.key, "holds no vocabulary", fix=fix))
-    if problems:
-        raise given.error(*problems)
-    return model.model_values, Path(str(given.tokenizer)).resolve()
+        raise given.error(Problem(given.key, "holds no vocabulary", fix=fix))
+    return model.model_values, Path(given.tokenizer).resolve()
 
 
 def pretrained_in(weights: str) -> Pretrained | None:

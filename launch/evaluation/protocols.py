@@ -13,7 +13,7 @@ quotation marks, which Megatron-LM scores, too.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Literal
@@ -24,7 +24,7 @@ from data.text.encoder import UNSPACED
 from data.text.given_text import text_settings
 from data.text.hub import HubSource
 from data.text.local_files import files_of, format_of
-from data.text.records import MAX_RECORD_BYTES, BrokenRecord, RawRecord, decode_payload
+from data.text.records import MAX_RECORD_BYTES, BrokenRecord, Parsed, decode_payload
 from data.text.text_files import numbered_lines
 from recipes.problems import Key, Problem, ProblemsError, Setting, Words
 from recipes.schema import Origin, Recipe
@@ -70,8 +70,9 @@ def rows_of(
     try:
         if isinstance(place, HubSource):
             place = replace(place, text_column=column or "text")
-            rows: Iterator[str | BrokenRecord | None] = (
-                _found(raw, lambda raw: raw.payload) for raw in place.records()
+            rows: Iterator[Parsed] = (
+                raw if isinstance(raw, BrokenRecord) else str(raw.payload)
+                for raw in place.records()
             )
         else:
             rows = _rows_of_files(place, column, whole)
@@ -91,16 +92,7 @@ def rows_of(
         raise ProblemsError(problems) from error
 
 
-def _found(
-    raw: RawRecord | BrokenRecord, parse: Callable[[RawRecord], Any]
-) -> str | BrokenRecord | None:
-    """Return the text of a record, or what is broken of it."""
-    return raw if isinstance(raw, BrokenRecord) else parse(raw)
-
-
-def _rows_of_files(
-    place: str, column: str | None, whole: bool
-) -> Iterator[str | BrokenRecord | None]:
+def _rows_of_files(place: str, column: str | None, whole: bool) -> Iterator[Parsed]:
     stated = text_settings(place, column)
     stated.pop("data.blend")
     named = {key.removeprefix("data."): value for key, value in stated.items()}
@@ -113,10 +105,10 @@ def _rows_of_files(
     for file in files_of(origin):
         if is_plain and not whole:
             for line in numbered_lines(file.path, MAX_RECORD_BYTES):
-                yield _found(line, decode_payload)
+                yield decode_payload(line)
         else:
             for record in form.frame(file.path):
-                yield _found(record, form.parse)
+                yield form.text_of(record)
 
 
 def _in_flags(words: Words) -> str:
