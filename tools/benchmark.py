@@ -33,7 +33,7 @@ examples:
       everything that one GPU can tell, in steps of minutes
 exit codes: 0 measured, 1 failed, 2 refused."""
 
-# Name -> (summary, module with EXAMPLES, RULES, TABLES, add_flags and rows).
+# Name -> (summary, module with EXAMPLES, RULES, TABLE, add_flags and rows).
 COMMANDS: dict[str, tuple[str, Any]] = {
     "step": ("the training step next to others", step),
     "kernels": ("what a GPU does in a pass, counted without one", kernels),
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def measure(args: argparse.Namespace) -> None:
-    """Write each row when it is there, and print the tables at the end. Raises ValueError."""
+    """Write each row when it is there, and print the table at the end. Raises ValueError."""
     machine = description.describe()
     load = os.getloadavg()[0]
     summary = description.summary(machine)
@@ -77,8 +77,8 @@ def measure(args: argparse.Namespace) -> None:
         if args.out is not None:
             text = json.dumps({**result, "rows": rows}, indent=1)
             write_atomically(Path(args.out), f"{text}\n")
-    for columns in args.module.TABLES if rows else ():
-        print(f"\n{table(rows, columns)}")
+    if rows:
+        print(f"\n{table(rows, args.module.TABLE)}")
 
 
 if __name__ == "__main__":

@@ -114,12 +114,11 @@ def _row(recipe: Recipe, carrier: Carrier, predicted: Forecast) -> tuple[str, ..
         f"{predicted.fullest_rank.total / 1e9:.1f}",
     )
     bill = predicted.bill(recipe.steps, recipe.sizes)
-    if predicted.time is None or bill is None:
-        lacks = f"{node.gpu.title} has no {predicted.work.precision}"
-        return (*placed, "", "", lacks, how(carrier.fit))
-    tokens = f"{carrier.tokens_per_second:,.0f}"
-    took = duration(bill.seconds)
-    return (*placed, f"{predicted.time.total:.3g}", tokens, took, how(carrier.fit))
+    timed = "", "", f"{node.gpu.title} has no {predicted.work.precision}"
+    if predicted.time and bill:
+        tokens = f"{carrier.tokens_per_second:,.0f}"
+        timed = f"{predicted.time.total:.3g}", tokens, duration(bill.seconds)
+    return *placed, *timed, how(carrier.fit)
 
 
 def _size(predicted: Forecast) -> str:

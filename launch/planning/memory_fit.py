@@ -10,7 +10,7 @@ from typing import Literal, get_args
 from ds_configs.findings import ConfigError
 from ds_configs.plan import Plan
 from launch.planning.prediction import hardware, workload
-from launch.planning.prediction.forecast import Forecast, Verdict, forecast
+from launch.planning.prediction.forecast import Forecast, Verdict
 from launch.planning.prediction.forecast_text import memory_error
 from launch.planning.prediction.hardware import Node
 from launch.planning.prediction.rank_memory import RankMemory
@@ -86,7 +86,7 @@ def fit(
             if dp == stated:
                 break
             continue
-        predicted = forecast(workload.of_plan(plan), node, unit=recipe.batch.unit)
+        predicted = Forecast(workload.of_plan(plan), node, unit=recipe.batch.unit)
         tried.append(Fit(recipe, gpus, plan, predicted))
         if predicted.verdict == "fits":
             break
@@ -128,7 +128,7 @@ def memory_of_plan(plan: Plan) -> RankMemory:
     """Predict the memory of a rank of the fullest pipeline stage, on the recipe's hardware if it names some."""
     own = plan.recipe.hardware
     node = hardware.find((own and own.node) or hardware.USUAL)
-    return forecast(workload.of_plan(plan), node).fullest_rank
+    return Forecast(workload.of_plan(plan), node).fullest_rank
 
 
 def describe(plan: Plan) -> str:

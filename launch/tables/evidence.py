@@ -90,11 +90,6 @@ class Pretraining(Strict):
     batch: int
     sequence_length: int
 
-    @property
-    def factors(self) -> tuple[int, int, int]:
-        """The factors of the number of tokens."""
-        return self.steps, self.batch, self.sequence_length
-
 
 class OtherModel(Strict):
     """A line of the table about a model without a recipe; `why`: the reason."""

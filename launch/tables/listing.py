@@ -106,7 +106,11 @@ def run(args: argparse.Namespace) -> int:
     terminal.quiet_libraries()
     fits = ""
     if args.fits:
-        node = node_of(args.fits)
+        node = (
+            hardware.of_memory(this_machine())
+            if args.fits == HERE
+            else hardware.find(args.fits, "--fits")
+        )
         rows = fitting(rows, node)
         fits = f"{args.fits}: {node.memory}; memory as launch/plan.py predicts it, {error('memory')}"
     by_size = fits and rows and not (args.tables or args.all)
@@ -115,13 +119,6 @@ def run(args: argparse.Namespace) -> int:
     if folded:
         print(f"\n{fold(folded, terminal.columns())}")
     return 0
-
-
-def node_of(name: str) -> Node:
-    """Return a node, or this machine. Raises ProblemsError: no such node."""
-    if name == HERE:
-        return hardware.of_memory(this_machine())
-    return hardware.find(name, "--fits")
 
 
 def fitting(rows: Sequence[ListedRecipe], node: Node) -> list[ListedRecipe]:
@@ -136,12 +133,11 @@ def fitting(rows: Sequence[ListedRecipe], node: Node) -> list[ListedRecipe]:
 
 def fold(rows: Sequence[ListedRecipe], width: int | None) -> str:
     """Describe published tables with a line for each."""
-    count = Counter(row.table.name for row in rows)
-    titles = {row.table.name: row.table.title for row in rows}
-    rows_of = [(name, count[name], titles[name]) for name in count]
+    count = Counter((row.table.name, row.table.title) for row in rows)
+    lines = [(name, number, title) for (name, title), number in count.items()]
     said = f"{counted(len(count), 'published table')} of {len(rows)} rows: list TABLE or --all shows them"
     page = Page(width)
-    page.table(rows_of, (), "lrl", heading=[said])
+    page.table(lines, (), "lrl", heading=[said])
     return str(page)
 
 
@@ -190,12 +186,10 @@ def as_text(
         left = [f"no recipe: {each.published.row}: {each.why}" for each in others]
         page.table(lines, headings, below=left, heading=[f"{name}: {table.title}"])
     notes = [
-        f"{counted(len(rows), 'recipe')}; recipe.py show TABLE/ROW tells all of one"
-    ]
-    notes.append(
+        f"{counted(len(rows), 'recipe')}; recipe.py show TABLE/ROW tells all of one",
         "size: parameters, each once; tp x pp x dp: tensor, and data-parallel ranks; "
-        "GPUs: as printed"
-    )
+        "GPUs: as printed",
+    ]
     if fits:
         notes.append(fits)
     if any(row.has_stand_ins for row in rows):

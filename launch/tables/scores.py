@@ -17,11 +17,8 @@ def scores(downstream: Downstream | None) -> Iterator[tuple[str, str]]:
     for task, name in NAMES.items():
         score = getattr(downstream, task, None)
         if score:
-            first, *rest = (
-                f"{value:g}"
-                for value in score.model_dump().values()
-                if value is not None
-            )
+            values = score.model_dump(exclude_none=True).values()
+            first, *rest = (f"{value:g}" for value in values)
             if task == "race" and rest:
                 yield name, f"{first} ({'/'.join(rest)})"
             else:

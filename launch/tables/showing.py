@@ -126,21 +126,20 @@ def _reasons(recipe: Recipe, kind: str) -> list[str]:
 
 
 def _published(published: Published, table: Table) -> list[tuple[str, str]]:
-    cells = zip(
-        table.columns,
-        (cell.strip() for cell in (published.row or "").split("|")),
-        strict=False,
-    )
-    printed = [(name, cell or "(blank)") for name, cell in cells]
-    printed += [
-        ("cannot have been", f"{key} = {value}")
-        for key, value in published.printed.items()
-    ]
-    loss = (f"held-out {MASKED_LOSS.name}", published.validation_loss)
-    more = [("ran", published.framework), loss]
-    more += score_lines(published)
-    more += [("date", published.date), ("source", published.source)]
-    return printed + [(name, str(value)) for name, value in more if value]
+    cells = zip(table.columns, (published.row or "").split("|"), strict=False)
+    lines = [(name, cell.strip() or "(blank)") for name, cell in cells]
+    for key, value in published.printed.items():
+        lines.append(("cannot have been", f"{key} = {value}"))
+    for name, said in (
+        ("ran", published.framework),
+        (f"held-out {MASKED_LOSS.name}", published.validation_loss),
+        *score_lines(published),
+        ("date", published.date),
+        ("source", published.source),
+    ):
+        if said:
+            lines.append((name, str(said)))
+    return lines
 
 
 def _launcher(recipe: Recipe) -> tuple[str, str]:

@@ -64,7 +64,7 @@ def test_shares_and_ratios_follow_from_the_medians(monkeypatch, capsys, tmp_path
     said = capsys.readouterr().out
     assert "as nanoGPT, compiled: not measured: no memory" in said
     assert said.count("aten::mm") == 2 and "500.0" in said
-    table = results.table([rate, ours, bare, theirs], step.TABLES[0])
+    table = results.table([rate, ours, bare, theirs], step.TABLE)
     assert all(shown in table for shown in ("75.0%", "2.50x", "1.00x", "1.00")) and " - " in table
 
 

@@ -69,7 +69,7 @@ import sys
 from launch.tables import evidence
 from recipes.catalog import find
 for row in ("18b-pp4-ga128-mb4", "18b-pp8-ga128-mb4"):
-    print(*evidence.read(find("jeanzay_megatron_performance/" + row)[0]).errata_of(row), sep="\\n")
+    print(*evidence.read(find("jeanzay_megatron_performance/" + row).table).errata_of(row), sep="\\n")
 sys.exit("torch" in sys.modules)
 """
     done = run([sys.executable, "-c", program], timeout=60)

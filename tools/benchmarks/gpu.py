@@ -58,15 +58,13 @@ tools/gpu.yaml lists the steps and their commands. results.json in --folder has
 hardware, versions, commands, goals and all numbers, written after each."""
 
 RULES = (("--list", "*", "it lists the steps and ends"),)
-TABLES = (
-    (
-        Column("step", "step"),
-        Column("s", "seconds", "{:.0f}"),
-        Column("share", "share", "{:.0%}"),
-        Column("limit", "limit_s"),
-        Column("exit code", "code"),
-        Column("command", "command", f"{{:.{MOST_SHOWN}}}"),
-    ),
+TABLE = (
+    Column("step", "step"),
+    Column("s", "seconds", "{:.0f}"),
+    Column("share", "share", "{:.0%}"),
+    Column("limit", "limit_s"),
+    Column("exit code", "code"),
+    Column("command", "command", f"{{:.{MOST_SHOWN}}}"),
 )
 
 
@@ -155,9 +153,8 @@ def rows(args: argparse.Namespace, machine: dict[str, Any]) -> Iterator[Row]:
     args.out = folder / "results.json"
     # as Ctrl-C, it ends the running command, too
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    steps = [STEPS[name] for name in args.only or STEPS]
-    if not args.only:
-        steps = [step for step in steps if not step.minutes]
+    usual = [name for name, step in STEPS.items() if not step.minutes]
+    steps = [STEPS[name] for name in args.only or usual]
     minutes = args.minutes or sum(step.minutes for step in steps)
     end = psutil.Process().create_time() + 60 * (minutes or 10**5)
     outcomes = []

@@ -121,7 +121,7 @@ def _size(x: Any) -> int:
 def passes(recipe: Recipe) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     """Yield each system's name and its forward pass over one micro-batch without padding, on meta."""
     model = recipe.model
-    family = family_of(recipe.model)
+    family = family_of(model)
     dtype = DTYPES[recipe.precision]
     samples = recipe.batch.micro or 1
     length = recipe.sequence_length

@@ -31,17 +31,15 @@ what it predicts for the same. fp16 and bf16 are as large as each other."""
 RULES = ()
 NODES = ("v100-32x8", "a100-80x8", "h100-80x8")
 DROPOUTS = (0.0, 0.1)
-TABLES = (
-    (
-        Column("", "recipe"),
-        Column("dropout", "dropout"),
-        Column("eager", "system"),
-        Column("kernels", "kernels"),
-        Column("GB", "bytes", "{:.2f}", 1e9),
-        Column("TFLOP", "operations", "{:.2f}", 1e12),
-        Column("waits", "waits"),
-        *(Column(f"ms, {name}", name, "{:.1f}", 1e-3) for name in NODES),
-    ),
+TABLE = (
+    Column("", "recipe"),
+    Column("dropout", "dropout"),
+    Column("eager", "system"),
+    Column("kernels", "kernels"),
+    Column("GB", "bytes", "{:.2f}", 1e9),
+    Column("TFLOP", "operations", "{:.2f}", 1e12),
+    Column("waits", "waits"),
+    *(Column(f"ms, {name}", name, "{:.1f}", 1e-3) for name in NODES),
 )
 
 

@@ -67,21 +67,19 @@ SYSTEMS: dict[str, tuple[str, Sequence[str]]] = {
 UNDER_DEEPSPEED = ("ours", "transformers")  # measured under every configuration
 RATE = "rate"
 PROFILED = 3  # steps
-TABLES = (
-    (
-        Column("", "name"),
-        Column("s/step", "seconds", "{:.4f}"),
-        Column("fastest", "fastest", "{:.4f}"),
-        Column("tokens/s", "tokens_per_s", "{:,.0f}"),
-        Column("TFLOP/s", "tflops", "{:.3f}"),
-        Column("of square", "share", "{:.1%}"),
-        Column("peak GB", "peak_bytes", "{:.2f}", 1e9),
-        Column("time", "times", "{:.2f}x"),
-        Column("others", "others", "{:.0%}"),
-        Column("s until built", "start_s", "{:.1f}"),
-        Column("warm", "warm_up_s", "{:.1f}"),
-        Column("graphs", "graphs"),
-    ),
+TABLE = (
+    Column("", "name"),
+    Column("s/step", "seconds", "{:.4f}"),
+    Column("fastest", "fastest", "{:.4f}"),
+    Column("tokens/s", "tokens_per_s", "{:,.0f}"),
+    Column("TFLOP/s", "tflops", "{:.3f}"),
+    Column("of square", "share", "{:.1%}"),
+    Column("peak GB", "peak_bytes", "{:.2f}", 1e9),
+    Column("time", "times", "{:.2f}x"),
+    Column("others", "others", "{:.0%}"),
+    Column("s until built", "start_s", "{:.1f}"),
+    Column("warm", "warm_up_s", "{:.1f}"),
+    Column("graphs", "graphs"),
 )
 PROFILE = (
     Column("operation, by its own time", "operation"),

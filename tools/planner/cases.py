@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ds_configs.findings import ConfigError
 from launch.planning.prediction import hardware
 from launch.planning.prediction.published_step import (
-    published_seconds,
+    printed_seconds,
     published_workload,
+    seconds_of,
 )
 from launch.planning.prediction.workload import Workload
 from launch.planning.resolved_plans import published_plan
-from launch.tables.evidence import Evidence
 from recipes import catalog
 from tools.tables.lines import CheckedRow, checked_tables
 
@@ -72,18 +73,17 @@ class Case:
 def of_published_tables() -> list[Case]:
     """Return the rows of recipes/ with a printed time, rate, cached memory, or out of memory."""
     tables = checked_tables(catalog.tables())
-    cases = (of_row(row, table.evidence) for table in tables for row in table.rows)
+    cases = (of_row(row) for table in tables for row in table.rows)
     return [case for case in cases if case.seconds or case.cached or case.oom]
 
 
-def of_row(row: CheckedRow, evidence: Evidence) -> Case:
+def of_row(row: CheckedRow) -> Case:
     """Make the case of a row of recipes/, on the system of its source."""
     published = row.published
     recipe = row.recipe
-    node = recipe.hardware.node if recipe.hardware else None
     excluded = {}
     for quantity, errors in CONTRADICTIONS.items():
-        for erratum in evidence.errata_of(row.name):
+        for erratum in row.source.evidence.errata_of(row.name):
             if erratum.quantity in errors:
                 excluded[quantity] = erratum.difference
     work = None
@@ -98,19 +98,21 @@ def of_row(row: CheckedRow, evidence: Evidence) -> Case:
         except ConfigError as error:
             why = str(error)
     if why:
-        excluded |= {"time": why, "memory": why}
+        excluded |= dict.fromkeys(CONTRADICTIONS, why)
+    seconds = printed_seconds(recipe, published)
+    tflops = published.tflops
+    if seconds is None and tflops and work and row.gpus:
+        seconds = seconds_of(work, tflops, row.gpus, published.tflops_by)
     ran = published.cached_gb or published.time_per_iteration_s
     oom = published.oom if published.oom or ran else None
+    document, *_ = re.split(r",| \(", row.table.source or row.table.title)
     return Case(
-        document=(row.table.source or row.table.title)
-        .split(",")[0]
-        .split(" (")[0]
-        .strip('"'),
+        document=document.strip('"'),
         table=row.table.name,
         name=row.name,
-        node=hardware.find(node or "dgx2"),
+        node=hardware.find(row.value("hardware.node") or "dgx2"),
         work=work,
-        seconds=published_seconds(recipe, published, work),
+        seconds=seconds,
         cached=published.cached_gb and published.cached_gb * hardware.GIB,
         oom=oom,
         excluded=excluded,

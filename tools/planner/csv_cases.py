@@ -6,7 +6,7 @@ import csv
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, NonNegativeFloat, TypeAdapter
 
@@ -38,6 +38,7 @@ from tools.planner.fitting import initial_constants
 OTHER_DOCUMENTS = Path(__file__).with_name("other_documents.csv")
 RECOMPUTED = "^(none|full|selective|[1-9][0-9]*)$"
 MOST_MICRO = 16  # samples that are tried where a row states no micro-batch
+SHAPE = {"family", "layers", "hidden", "heads", "vocab_size"}  # of `Model`, too
 
 
 class CsvRow(BaseModel, frozen=True, allow_inf_nan=False, extra="forbid"):
@@ -141,19 +142,12 @@ class CsvRow(BaseModel, frozen=True, allow_inf_nan=False, extra="forbid"):
         system = as_it_runs(self.software, masked=FAMILIES[self.family].masked)
         if self.attention:
             system = replace(system, keeps_scores=self.attention == "plain")
-        task = dict[str, Any]()
+        shape = self.model_dump(include=SHAPE)
         if self.task:
             head = TASKS[self.task]
-            task = {"task_head": head.head, "head_classes": head.classes}
+            shape |= {"task_head": head.head, "head_classes": head.classes}
         return Workload(
-            model=Model(
-                family=self.family,
-                layers=self.layers,
-                hidden=self.hidden,
-                heads=self.heads,
-                vocab_size=self.vocab_size,
-                **task,
-            ),
+            model=Model(**shape),
             dropout=Dropout(hidden=0.1, attention=0.1),
             sequence_length=self.sequence_length,
             predictions=None,

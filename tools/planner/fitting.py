@@ -21,7 +21,6 @@ from data.durable_files import write_atomically
 from launch.console import terminal
 from launch.planning.prediction import constants
 from launch.planning.prediction.constants import Constants, Error, Fit, Quantity
-from launch.planning.prediction.hardware import GIB
 from launch.planning.prediction.rank_memory import fullest_rank
 from launch.planning.prediction.step_time import step_time
 from tools.planner.cases import Case, by_document
@@ -111,9 +110,7 @@ def predicted(quantity: str, case: Case, trial: Constants) -> float:
     rank = fullest_rank(work, node.gpu, trial)
     if quantity == "allocated":
         return rank.allocated
-    return rank.cached(node.gpu.memory_bytes) + (
-        node.gpu.context_gib * GIB if case.by_device else 0.0
-    )
+    return rank.cached(node.gpu.memory_bytes) + rank.context * case.by_device
 
 
 def initial_constants() -> Constants:
@@ -142,7 +139,9 @@ def refit(cases: Sequence[Case]) -> None:
         fits = dict(zip(others, fitted, strict=True))
     rows = {}
     for name, own in documents.items():
-        counts = [_printed(quantity, own) for quantity in ERRED]
+        counts = []
+        for quantity in ERRED:
+            counts.append(sum(case.printed(quantity) is not None for case in own))
         if any(counts):
             rows[name] = counts
     known = Fit(
@@ -166,11 +165,6 @@ def refit(cases: Sequence[Case]) -> None:
     constants.fitted.cache_clear()
     constants.fitted_constants.cache_clear()
     print(f"wrote {constants.FILE}\n")
-
-
-def _printed(quantity: str, cases: Iterable[Case]) -> int:
-    """Count the rows with a published number."""
-    return sum(case.printed(quantity) is not None for case in cases)
 
 
 def _rounded(numbers: Numbers) -> Numbers:

@@ -53,10 +53,6 @@ class PlannerValidation:
     ratios: Mapping[str, Sequence[Ratio]]
     verdicts: Sequence[MemoryVerdict]
 
-    def part(self, document: str) -> PlannerValidation:
-        """Return the rows of a document."""
-        return validate(by_document(self.cases)[document])
-
     @property
     def excluded(self) -> list[tuple[Case, str]]:
         """Rows left out of the comparison, with the reason."""

@@ -241,11 +241,12 @@ def _checked(table: Table, loaded: PublishedTable) -> CheckedTable:
     for row in loaded.rows:
         own = row.recipe
         if own and row.published:
-            trained = own.steps, own.batch.global_, own.sequence_length
-            line = table, row.name, row.cells, row.published, trained
+            length = own.steps, own.batch.global_, own.sequence_length
+            line = table, row.name, row.cells, row.published, length
             rows.append(CheckedRow(*line, own, source))
         elif row.no_recipe:
             other = loaded.evidence.others[row.name]
-            long = other.pretraining.factors if other.pretraining else None
-            others.append(Line(table, row.name, row.cells, other.published, long))
+            its = other.pretraining
+            trained = (its.steps, its.batch, its.sequence_length) if its else None
+            others.append(Line(table, row.name, row.cells, other.published, trained))
     return source

@@ -30,7 +30,7 @@ PARTS: dict[Part, Callable[[RankCounts], int]] = {
     "last stage": lambda counts: counts.held[-1][0],
 }
 # TFLOPS in half precision where a document states none: as Jean Zay's has it
-PEAKS = {"V100": 125.0}
+PEAK_OF_V100 = 125.0
 IN_TIME = "the printed time"  # whose rounding may explain a difference
 IN_TFLOPS = "the printed TFLOPS"
 LEAST = 1.0  # % of the peak: the slowest row has 3 (64 stages, 4 micro-batches)
@@ -97,12 +97,16 @@ def arithmetic(recipe: Recipe) -> RankCounts:
     positions = recipe.positions
     padded = model.embedding_rows(tp)
     layers = cost.stages_of(recipe, padded, pp)
-
     stages = []
     for stage, own in enumerate(layers):
-        ends = dict(first=stage == 0, last=stage == pp - 1)
         held = cost.parameters_per_rank(
-            model, positions, padded, tp, layers=own, **ends
+            model,
+            positions,
+            padded,
+            tp,
+            layers=own,
+            first=stage == 0,
+            last=stage == pp - 1,
         )
         stages.append((held,) * tp)
     return RankCounts(tuple(stages), cost.parameters(model, positions), layers)
@@ -328,9 +332,8 @@ def _plausible(row: CheckedRow, seconds: float) -> Checks:
 
 def _peak(row: CheckedRow) -> float | None:
     """Return the peak TFLOPS of the row's GPU in half precision, as printed or known."""
-    name = str(row.value("hardware.name"))
-    known = (value for gpu, value in PEAKS.items() if gpu in name)
-    return row.value("hardware.peak_tflops") or next(known, None)
+    known = PEAK_OF_V100 if "V100" in str(row.value("hardware.name")) else None
+    return row.value("hardware.peak_tflops") or known
 
 
 def share_of_peak(row: CheckedRow) -> Checks:

@@ -99,8 +99,8 @@ def _cell(line: Line, cell: Cell, key: str, quantity: str) -> LineCheck:
 def prints(cell: Cell, value: object) -> bool:
     """Check whether a cell prints this value of its key, or all numbers of a value with parts."""
     if isinstance(value, BaseModel):
-        stated = [each for each in value.model_dump().values() if each is not None]
-        return [*map(float, _NUMBERS.findall(cell.text))] == stated
+        stated = value.model_dump(exclude_none=True).values()
+        return [*map(float, _NUMBERS.findall(cell.text))] == [*stated]
     if cell.key == "activation_checkpointing":
         return cell.text == ("no" if value == "none" else "yes")
     if cell.key == "published.date":

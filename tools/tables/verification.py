@@ -139,15 +139,14 @@ def _repeated(rows: Sequence[CheckedRow]) -> Iterator[str]:
     same = quantities.configuration
     timed = [row for row in rows if row.published.time_per_iteration_s]
     for _, group in groupby(sorted(timed, key=lambda row: repr(same(row))), key=same):
-        names = []
-        times = []
+        times = {}
         for row in group:
-            names.append(row.full_name)
-            times.append(row.published.time_per_iteration_s or 0.0)
+            times[row.full_name] = row.published.time_per_iteration_s or 0.0
         if len(times) > 1:
-            apart = f"{100 * (max(times) / min(times) - 1):.0f} % apart, for one configuration"
-            shown = " / ".join(f"{time:g}" for time in times)
-            yield f"{shown} s, {apart}: {', '.join(names)}"
+            every = times.values()
+            apart = f"{100 * (max(every) / min(every) - 1):.0f} % apart, for one configuration"
+            shown = " / ".join(f"{time:g}" for time in every)
+            yield f"{shown} s, {apart}: {', '.join(times)}"
 
 
 def _explain(

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from launch.planning.prediction import rank_memory
-from launch.planning.prediction.constants import (
-    Constants,
-    Median,
-    fitted,
-    fitted_constants,
-)
+from launch.planning.prediction.constants import Constants, fitted, fitted_constants
 from launch.planning.prediction.hardware import Node, Price
 from launch.planning.prediction.rank_memory import RankMemory
 from launch.planning.prediction.step_time import StepTime, step_time
@@ -23,6 +19,7 @@ from recipes.layout import BatchSchedule, divisors
 
 Verdict = Literal["fits", "snug", "out of memory"]
 Place = Literal["GPU", "host"]
+Values = Mapping[str, float | int | str]
 LARGE_BUBBLE = 0.10
 LEAST_GAIN = 0.01  # of a step's time, from which a larger micro-batch is advised
 MOST_MICRO = 8191
@@ -42,7 +39,7 @@ class Remark:
     """
 
     kind: str
-    values: Mapping[str, float | int | str]
+    values: Values
 
 
 class Filled(NamedTuple):
@@ -125,13 +122,14 @@ class Forecast:
     On a node without GPUs a step is in the host's memory.
 
     Attributes:
-        unit: micro x dp has to divide it.
+        constants: by default those that were fitted.
+        unit: micro x dp has to divide it; None: the global batch.
     """
 
     work: Workload
     node: Node
-    constants: Constants
-    unit: int
+    constants: Constants = field(default_factory=fitted_constants)
+    unit: int | None = None
 
     @property
     def nodes(self) -> int:
@@ -220,11 +218,6 @@ class Forecast:
         return fitted().kind("time", self.work.precision, self.work.software.name)
 
     @property
-    def time_error(self) -> Median:
-        """The error that the predicted time bears."""
-        return fitted().errors.get(self.time_kind, fitted().waiting)
-
-    @property
     def speed(self) -> PredictedSpeed | None:
         """Rates of a step; None without a time."""
         return speed(self.work, self.node, self.time.total) if self.time else None
@@ -247,7 +240,71 @@ class Forecast:
     @cached_property
     def remarks(self) -> list[Remark]:
         """Warnings and advice."""
-        return [*_of_layout(self), *_of_machine(self), *_of_speed(self)]
+        work = self.work
+        node = self.node
+        layout = work.layout
+        world = layout.world
+        verdict = self.verdict
+        rates = node.gpu.tflops
+        bubble = small = 0.0
+        share = LEAST_SHARE
+        if self.time and self.speed:
+            bubble = self.time.bubble_share
+            small = (self.time.elementwise + self.time.host) / self.time.total
+            share = 100 * self.speed.exact_tflops / rates[work.precision]
+        plausible = LEAST_SHARE <= share <= MOST_SHARE
+        waiting = (layout.pp - 1) / work.interleave * (1 - LARGE_BUBBLE)
+        chunks = math.ceil(waiting / LARGE_BUBBLE)
+        better = _better_micro(self)
+        has = ", ".join(name for name in rates if name != "fp32")
+        over = world % node.gpus if world > node.gpus else 0
+        host = self.host / 1e9
+        room = node.host.memory_gb
+        saved = self.ranks_here * work.widths_of(0).saved * work.parameters_of(0)
+        copy = (self.host + saved / layout.dp) / 1e9
+        # kind, whether it is made, values
+        every: tuple[tuple[str, object, Values], ...] = (
+            (
+                "tensor across nodes",
+                not node.holds_groups(layout.tp, 1, world),
+                dict(tp=layout.tp, gpus=node.gpus),
+            ),
+            (
+                "network unknown",
+                self.nodes > 1 and node.network is None,
+                dict(node=node.name, rate=node.pcie_gb_s),
+            ),
+            (
+                "bubble",
+                bubble > LARGE_BUBBLE and chunks > layout.accumulation,
+                dict(share=bubble, chunks=chunks, now=layout.accumulation),
+            ),
+            ("snug", verdict == "snug", dict(missing=-self.margin / 1e9)),
+            ("larger batch", better, better),
+            (
+                "recomputation",
+                verdict == "fits"
+                and work.recomputed
+                and self.largest.kept >= layout.micro,
+                dict(micro=layout.micro),
+            ),
+            (
+                "no precision",
+                work.precision not in rates,
+                dict(precision=work.precision, gpu=node.gpu.title, has=has or "fp32"),
+            ),
+            ("partly filled node", over, dict(ranks=over, gpus=node.gpus)),
+            ("host memory", host > room, dict(needed=host, there=room)),
+            ("saving waits", host <= room < copy, dict(needed=copy, there=room)),
+            (
+                "nvme unknown",
+                self.nvme and node.nvme_gb_s is None,
+                dict(node=node.name),
+            ),
+            ("kernel starts", small > 0.5, dict(share=small)),
+            ("implausible", small <= 0.5 and not plausible, dict(share=share)),
+        )
+        return [Remark(kind, values) for kind, made, values in every if made]
 
     def bill(
         self, steps: int, sizes: BatchSchedule, usd_per_gpu_hour: float | None = None
@@ -262,8 +319,8 @@ class Forecast:
         gpus = layout.world
         seconds = 0.0
         tokens = 0
-        ends = [before for before, _, _ in sizes.stretches[1:]]
-        for (before, _, size), end in zip(sizes.stretches, (*ends, steps), strict=True):
+        stretches = pairwise((*sizes.stretches, (steps, 0, 0)))
+        for (before, _, size), (end, _, _) in stretches:
             count = max(0, min(end, steps) - before)
             shares = replace(
                 layout,
@@ -285,17 +342,6 @@ class Forecast:
         return Bill(
             steps, small, tokens, seconds, gpus * seconds / HOURS, energy, price
         )
-
-
-def forecast(
-    work: Workload,
-    node: Node,
-    constants: Constants | None = None,
-    unit: int | None = None,
-) -> Forecast:
-    """Predict a step; by default with the fitted constants, and this global batch as the unit."""
-    known = constants or fitted_constants()
-    return Forecast(work, node, known, unit or work.layout.global_batch)
 
 
 def speed(work: Workload, node: Node, seconds: float) -> PredictedSpeed:
@@ -329,93 +375,19 @@ def _better_micro(predicted: Forecast) -> dict[str, float | int]:
     """Return the fastest larger micro-batch that fits and makes the same global batch; {}: none."""
     work = predicted.work
     layout = work.layout
-    seconds = {}
     if predicted.verdict != "fits" or predicted.time is None:
         return {}
+    tried = []
     share = layout.micro * layout.accumulation
-    for micro in divisors(math.gcd(share, predicted.unit // layout.dp)):
+    unit = predicted.unit or layout.global_batch
+    for micro in divisors(math.gcd(share, unit // layout.dp)):
         if layout.micro < micro <= predicted.largest.as_planned:
             other = replace(layout, micro=micro, accumulation=share // micro)
-            seconds[micro] = step_time(
-                replace(work, layout=other), predicted.node, predicted.constants
-            ).total
-    best = min(seconds, key=seconds.__getitem__, default=0)
-    gain = 1 - seconds.get(best, math.inf) / predicted.time.total
-    return (
-        {}
-        if gain < LEAST_GAIN
-        else {"micro": best, "accumulation": share // best, "gain": gain}
-    )
-
-
-def _of_layout(predicted: Forecast) -> Iterator[Remark]:
-    work = predicted.work
-    node = predicted.node
-    layout = work.layout
-    if not node.holds_groups(layout.tp, 1, layout.world):
-        yield Remark("tensor across nodes", dict(tp=layout.tp, gpus=node.gpus))
-    if predicted.nodes > 1 and node.network is None:
-        yield Remark("network unknown", dict(node=node.name, rate=node.pcie_gb_s))
-    if predicted.time and predicted.time.bubble_share > LARGE_BUBBLE:
-        chunks = math.ceil(
-            (layout.pp - 1) / work.interleave * (1 - LARGE_BUBBLE) / LARGE_BUBBLE
-        )
-        if chunks > layout.accumulation:
-            yield Remark(
-                "bubble",
-                dict(
-                    share=predicted.time.bubble_share,
-                    chunks=chunks,
-                    now=layout.accumulation,
-                ),
-            )
-    if predicted.verdict == "snug":
-        yield Remark("snug", dict(missing=-predicted.margin / 1e9))
-    better = _better_micro(predicted)
-    if better:
-        yield Remark("larger batch", better)
-    if (
-        predicted.verdict == "fits"
-        and work.recomputed
-        and predicted.largest.kept >= layout.micro
-    ):
-        yield Remark("recomputation", dict(micro=layout.micro))
-
-
-def _of_machine(predicted: Forecast) -> Iterator[Remark]:
-    work = predicted.work
-    node = predicted.node
-    world = work.layout.world
-    host = predicted.host / 1e9
-    room = node.host.memory_gb
-    if work.precision not in node.gpu.tflops:
-        has = ", ".join(name for name in node.gpu.tflops if name != "fp32")
-        yield Remark(
-            "no precision",
-            dict(precision=work.precision, gpu=node.gpu.title, has=has or "fp32"),
-        )
-    over = world % node.gpus if world > node.gpus else 0
-    if over:
-        yield Remark("partly filled node", dict(ranks=over, gpus=node.gpus))
-    if host > room:
-        yield Remark("host memory", dict(needed=host, there=room))
-    saved = predicted.ranks_here * work.widths_of(0).saved * work.parameters_of(0)
-    copy = (predicted.host + saved / work.layout.dp) / 1e9
-    if host <= room < copy:
-        yield Remark("saving waits", dict(needed=copy, there=room))
-    if predicted.nvme and node.nvme_gb_s is None:
-        yield Remark("nvme unknown", dict(node=node.name))
-
-
-def _of_speed(predicted: Forecast) -> Iterator[Remark]:
-    if predicted.time and predicted.speed:
-        share = (
-            100
-            * predicted.speed.exact_tflops
-            / predicted.node.gpu.tflops[predicted.work.precision]
-        )
-        small = predicted.time.elementwise + predicted.time.host
-        if small > predicted.time.total / 2:
-            yield Remark("kernel starts", dict(share=small / predicted.time.total))
-        elif not LEAST_SHARE <= share <= MOST_SHARE:
-            yield Remark("implausible", dict(share=share))
+            larger = replace(work, layout=other)
+            time = step_time(larger, predicted.node, predicted.constants)
+            tried.append((time.total, micro))
+    seconds, best = min(tried, default=(math.inf, 0))
+    gain = 1 - seconds / predicted.time.total
+    if gain < LEAST_GAIN:
+        return {}
+    return {"micro": best, "accumulation": share // best, "gain": gain}

@@ -269,6 +269,9 @@ def _rounded(number: float) -> str:
 
 def as_json(predicted: Forecast, bill: Bill | None) -> dict[str, Any]:
     """Return every number, in bytes and seconds."""
+    known = fitted()
+    of_time = known.errors.get(predicted.time_kind, known.waiting)
+    of_memory = known.errors[known.kind("memory", predicted.work.precision)]
     stages = []
     for rank in predicted.stages:
         sums = {
@@ -284,12 +287,7 @@ def as_json(predicted: Forecast, bill: Bill | None) -> dict[str, Any]:
         "memory_bytes": predicted.node.gpu.memory_bytes,
         "host_bytes_per_node": predicted.host,
         "nvme_bytes_per_node": predicted.nvme,
-        "errors": {
-            "time": predicted.time_error.model_dump(),
-            "memory": fitted()
-            .errors[fitted().kind("memory", predicted.work.precision)]
-            .model_dump(),
-        },
+        "errors": {"time": of_time.model_dump(), "memory": of_memory.model_dump()},
         "verdict": predicted.verdict,
         "margin_bytes": predicted.margin,
         "largest_micro": asdict(predicted.largest),

@@ -150,13 +150,13 @@ def find(name: str, flag: str = "--hardware") -> Node:
     known = catalogue()
     came = f"{flag} {name[:100]}"
     written, colon, node = name.rpartition(":")
-    if not colon and name.endswith(YAML):
-        own = _read(files.path_of(name, flag), name)
-        fix = f"{flag} {name}:{next(iter(own.nodes), 'NODE')}"
+    file = written if colon else name
+    if file.endswith(YAML):
+        own = _read(files.path_of(file, flag), file)
+        if colon:
+            return _node(node, own.nodes, {**known.gpus, **own.gpus}, f"of {file}")
+        fix = f"{flag} {file}:{next(iter(own.nodes), 'NODE')}"
         raise ProblemsError.of(flag, came, "no node is named", fix)
-    if written.endswith(YAML):
-        own = _read(files.path_of(written, flag), written)
-        return _node(node, own.nodes, {**known.gpus, **own.gpus}, f"of {written}")
     if name in known.nodes:
         return _node(name, known.nodes, known.gpus, f"of the catalogue ({SHOWN})")
     count, gpu = typed_hardware.read(name, known.gpus, known.nodes, flag)

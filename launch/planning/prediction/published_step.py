@@ -6,7 +6,7 @@ from typing import Literal
 
 from ds_configs.plan import Plan
 from launch.planning.prediction import hardware, workload
-from launch.planning.prediction.forecast import Forecast, forecast
+from launch.planning.prediction.forecast import Forecast
 from launch.planning.prediction.workload import Workload
 from launch.planning.resolved_plans import published_plan
 from recipes import catalog
@@ -33,7 +33,7 @@ def side_by_side(
     own = recipe.hardware.node if recipe.hardware else None
     if published is None or step is None or node.name != own:
         return []
-    theirs = forecast(step, node)
+    theirs = Forecast(step, node)
     seconds = theirs.time and theirs.time.total
     faster = published.speedup and _speedup(published, theirs)
     cached = theirs.fullest_rank.cached(node.gpu.memory_bytes) / hardware.GIB
@@ -61,7 +61,7 @@ def _speedup(published: Published, faster: Forecast) -> float | None:
     other = catalog.load(published.speedup_over or "")
     slower = published_workload(published_plan(other))
     named = other.hardware and other.hardware.node
-    time = forecast(slower, hardware.find(named)).time if slower and named else None
+    time = Forecast(slower, hardware.find(named)).time if slower and named else None
     return time.total / faster.time.total if time and faster.time else None
 
 
@@ -70,19 +70,6 @@ def printed_seconds(recipe: Recipe, published: Published) -> float | None:
     if published.time_per_iteration_s is None and published.samples_per_s:
         return recipe.batch.global_ / published.samples_per_s
     return published.time_per_iteration_s
-
-
-def published_seconds(
-    recipe: Recipe, published: Published, work: Workload | None
-) -> float | None:
-    """Return the seconds of an iteration as printed, or else from printed TFLOPS."""
-    seconds = printed_seconds(recipe, published)
-    tflops = published.tflops
-    stated = recipe.hardware.gpus if recipe.hardware else None
-    gpus = published.printed.get("hardware.gpus", stated)
-    if seconds is None and tflops and work and isinstance(gpus, int):
-        return seconds_of(work, tflops, gpus, published.tflops_by)
-    return seconds
 
 
 def seconds_of(work: Workload, tflops: float, gpus: int, counted: TflopsRule) -> float:

@@ -91,20 +91,16 @@ def step_time(work: Workload, node: Node, constants: Constants) -> StepTime:
     m = layout.accumulation
     slowest = max({0, layout.pp - 1}, key=lambda stage: passes.of_stage(stage).total)
     own = passes.of_stage(slowest)
-    middle = 1 if layout.pp > 2 else 0
-    typical = passes.of_stage(middle)
-    bubble = (layout.pp - 1) / work.interleave * typical.total
-    data, hidden = _data_seconds(
-        work, machine, m * (own.matrix + own.elementwise + own.host)
-    )
+    typical = passes.of_stage(1 if layout.pp > 2 else 0)
+    computed = m * (own.matrix + own.elementwise + own.host)
     return StepTime(
         matrix=m * own.matrix,
         elementwise=m * own.elementwise,
         host=m * own.host + STEP_KERNELS * machine.kernel_seconds,
         tensor=m * own.tensor,
         boundary=m * own.boundary,
-        bubble=bubble,
-        data=max(0.0, data - hidden),
+        bubble=(layout.pp - 1) / work.interleave * typical.total,
+        data=_data_seconds(work, machine, computed),
         offload=_offload_seconds(work, machine),
         update=_update_seconds(work, machine),
     )
@@ -221,10 +217,8 @@ class StageTimes:
         return 2 * work.interleave * hop
 
 
-def _data_seconds(
-    work: Workload, machine: NodeRates, computed: float
-) -> tuple[float, float]:
-    """Return seconds of data-parallel communication, and its seconds hidden under computation.
+def _data_seconds(work: Workload, machine: NodeRates, computed: float) -> float:
+    """Predict the seconds of data-parallel communication that computation does not hide.
 
     Reductions run under the backward pass where a system overlaps them. Stage 3's gathering counts in full:
     where a share of it that is hidden was fitted too, that came out at 0.01, the least that was allowed.
@@ -242,7 +236,7 @@ def _data_seconds(
         used = work.width * replace(work, model=work.model.unshared).parameters_of(0)
         gathered = machine.collective_seconds(used, dp, tp, passes=1)
         scattered = machine.collective_seconds(size, dp, tp, passes=1)
-        return m * (2 * gathered + scattered), 0.0
+        return m * (2 * gathered + scattered)
     reduce_passes = 1 if stage else 2
     reduced = machine.collective_seconds(size, dp, tp, passes=reduce_passes)
     times = m if stage == 2 else 1
@@ -252,7 +246,7 @@ def _data_seconds(
         hidden = min(times * reduced, times * backward)
     if work.software.overlaps_weights:
         hidden += min(gathered, backward)
-    return times * reduced + gathered, hidden
+    return max(0.0, times * reduced + gathered - hidden)
 
 
 def _offload_seconds(work: Workload, machine: NodeRates) -> float:
@@ -260,9 +254,8 @@ def _offload_seconds(work: Workload, machine: NodeRates) -> float:
     layout = work.layout
     node = machine.node
     pcie = node.pcie_gb_s * 1e9
-    parameters = work.parameters_of(0)
     m = layout.accumulation
-    share = parameters / layout.dp
+    share = work.parameters_of(0) / layout.dp
     seconds = 0.0
     if work.optimizer_at != "gpu":
         # Gradients out, weights back. ZeRO-2 adds up on the GPU: it fetches what it has for each micro-batch.

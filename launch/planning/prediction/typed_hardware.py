@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from recipes.problems import ProblemsError, did_you_mean, either
 
@@ -30,20 +30,10 @@ _ELSEWHERE = {
 }
 
 
-class Typed(NamedTuple):
-    """A number of GPUs, by their key in the catalogue."""
-
-    gpus: int
-    gpu: str
-
-
 def read(
-    name: str,
-    gpus: Iterable[str],
-    nodes: Mapping[str, Mapping[str, Any]],
-    flag: str = "--hardware",
-) -> Typed:
-    """Read a name as GPUs of the catalogue.
+    name: str, gpus: Iterable[str], nodes: Mapping[str, Mapping[str, Any]], flag: str
+) -> tuple[int, str]:
+    """Read a name as a number of GPUs, and their key in the catalogue.
 
     Raises ProblemsError: the name is no GPU, or may be several.
     """
@@ -65,7 +55,7 @@ def read(
         rule = f"it may be {either(meant)}"
         fix = f"{flag} {count or 4}x{meant[0]}, or a node: {', '.join(of_these)}"
         raise ProblemsError.of(flag, came, rule, fix)
-    return Typed(1 if count is None else count, meant[0])
+    return 1 if count is None else count, meant[0]
 
 
 def _counted(name: str) -> tuple[int | None, str]:

@@ -11,7 +11,7 @@ from ds_configs.findings import ConfigError
 from ds_configs.plan import Plan
 from launch.planning.memory_fit import BEST_FIRST
 from launch.planning.prediction import workload
-from launch.planning.prediction.forecast import Forecast, forecast
+from launch.planning.prediction.forecast import Forecast
 from launch.planning.prediction.hardware import Node
 from launch.planning.resolved_plans import resolve_on_machine
 from recipes.layout import divisors
@@ -101,10 +101,10 @@ def choices(question: SearchQuestion) -> list[Choice]:
     """
     ranks = question.ranks
     stated = question.recipe.parallel
+    node = question.node
     pipeline = [stated.pp] if stated.pp else divisors(ranks)
-    tensor = [stated.tp] if stated.tp else divisors(ranks)
-    if not stated.tp:
-        tensor = [tp for tp in tensor if question.node.holds_groups(tp, 1, ranks)]
+    inside = [tp for tp in divisors(ranks) if node.holds_groups(tp, 1, ranks)]
+    tensor = [stated.tp] if stated.tp else inside
     cuts = sorted({stated.sequence, True})
     every = product(tensor, pipeline, cuts, question.recomputations)
     return [Choice(*each) for each in every]
@@ -144,7 +144,7 @@ def of_choice(
         changed["batch"] = batch.model_copy(update={"micro": micro})
         own = recipe.model_copy(update=changed)
         plan = resolve_on_machine(own, WAYS[way], question.ranks, node.machine)
-        candidate = Candidate(way, plan, forecast(workload.of_plan(plan), node))
+        candidate = Candidate(way, plan, Forecast(workload.of_plan(plan), node))
         yield candidate
         if not candidate.fits:
             return

@@ -27,10 +27,9 @@ class Largest(NamedTuple):
 def largest(question: SearchQuestion) -> list[Largest]:
     """Find the largest model of each way; the recipe states a micro-batch. Raises ProblemsError."""
     of_ways = [of_way(question, way) for way in WAYS]
-    refused = sorted((each.problems for each in of_ways), key=len)
-    # the fewest
-    if refused[0]:
-        raise ProblemsError(refused[0])
+    fewest = min((each.problems for each in of_ways), key=len)
+    if fewest:
+        raise ProblemsError(fewest)
     return of_ways
 
 

@@ -10,7 +10,7 @@ from launch import recipe as recipes_command
 from launch.machine.memory import Memory
 from launch.planning import memory_fit
 from launch.planning.prediction import hardware, workload
-from launch.planning.prediction.forecast import forecast
+from launch.planning.prediction.forecast import Forecast
 from launch.planning.resolved_plans import processes, published_plan
 from recipes import catalog
 from recipes.problems import ProblemsError
@@ -109,7 +109,7 @@ def test_what_fits_is_what_the_planner_predicts():
 def test_without_gpus_all_processes_share_the_hosts_memory():
     row = "dgx2_gpt2_torch_ddp/72x3072-h8-tp8"
     work = workload.of_plan(published_plan(catalog.load(row)))
-    rank, without = needed(row), forecast(work, hardware.of_memory(LAPTOP)).fullest_rank
+    rank, without = needed(row), Forecast(work, hardware.of_memory(LAPTOP)).fullest_rank
     # 72 layers of 3072 over 8 tensor ranks with their duplicates: printed 8,348,393,472 / 8 parameters each,
     # in ZeRO-0, 18 bytes; activations and the loss come on top.
     assert rank.states == 18 * 8_348_393_472 / 8 < without.total < rank.total, (

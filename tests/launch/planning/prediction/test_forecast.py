@@ -12,7 +12,7 @@ from planned import work
 from launch.planning.memory_fit import fit
 from launch.planning.prediction import forecast_text
 from launch.planning.prediction.constants import fitted, fitted_constants
-from launch.planning.prediction.forecast import forecast
+from launch.planning.prediction.forecast import Forecast
 from launch.planning.prediction.hardware import find
 from launch.planning.prediction.published_step import side_by_side
 from launch.planning.prediction.rank_memory import fullest_rank
@@ -26,7 +26,7 @@ COMMAND = [sys.executable, str(ROOT / "launch" / "plan.py")]
 
 
 def predicted(name: str, node: str, *settings: str):
-    return forecast(work(name, *settings), find(node))
+    return Forecast(work(name, *settings), find(node))
 
 
 def bill_of(found, steps, *price):
@@ -60,7 +60,7 @@ def test_the_verdict_is_about_the_fullest_gpu_and_the_host():
     for room in (rank.least - 1, rank.least + 1, rank.total - 1, rank.total + 1):
         gpu = fits.node.gpu.model_copy(update={"memory_gib": room / 2**30})
         tight = fits.node.model_copy(update={"gpu": gpu})
-        verdicts[room] = forecast(fits.work, tight)
+        verdicts[room] = Forecast(fits.work, tight)
     found = [each.verdict for each in verdicts.values()]
     assert found == ["out of memory", "snug", "snug", "fits"], "with all that torch reserves it fits"
     (remark,) = (each for each in verdicts[rank.least + 1].remarks if each.kind == "snug")
@@ -70,8 +70,8 @@ def test_the_verdict_is_about_the_fullest_gpu_and_the_host():
     assert host.verdict == "fits" and host.host == pytest.approx(16 * 20 * 98.03e9 / 64, rel=1e-3)
     little = host.node.host.model_copy(update={"memory_gb": 100.0})
     small = host.node.model_copy(update={"host": little})
-    assert forecast(host.work, small).verdict == "out of memory"
-    assert "host memory" in kinds(forecast(host.work, small))
+    assert Forecast(host.work, small).verdict == "out of memory"
+    assert "host memory" in kinds(Forecast(host.work, small))
 
 
 def test_the_plan_says_what_is_allocated_and_what_is_reserved():
@@ -181,7 +181,7 @@ def test_the_chunks_of_a_remark_cure_the_bubble():
     layout = found.work.layout
     more = remark.values["chunks"]
     cured = replace(layout, accumulation=more, global_batch=layout.micro * more * layout.dp)
-    again = forecast(replace(found.work, layout=cured), found.node)
+    again = Forecast(replace(found.work, layout=cured), found.node)
     assert found.time.bubble_share > 0.7 and again.time.bubble_share <= 0.105 and "bubble" not in kinds(again)
 
 
@@ -216,14 +216,14 @@ def test_what_no_gpu_reaches_is_remarked():
     link = found.node.link.model_copy(update={"gb_s": 1e6})
     node = found.node.model_copy(update={"gpu": fast, "link": link})
     rate = fitted_constants().model_copy(update={"matrix": 1.4, "kernel_us": 0.0, "depth": 0.0})
-    assert "implausible" in kinds(forecast(found.work, node, rate)) and "implausible" not in kinds(found)
+    assert "implausible" in kinds(Forecast(found.work, node, rate)) and "implausible" not in kinds(found)
 
 
 def test_mfu_counts_no_recomputation():
     found = predicted("a100_blog_table4/8.7b", "a100-40x8")
     speed = found.speed
     assert speed.mfu * 312 / speed.exact_tflops == pytest.approx(3 / 4, rel=0.02)
-    kept = forecast(replace(found.work, recomputed=0), found.node).speed
+    kept = Forecast(replace(found.work, recomputed=0), found.node).speed
     assert kept.mfu * 312 == pytest.approx(kept.exact_tflops)
     assert speed.samples == 8 / found.time.total and speed.tokens == 1024 * speed.samples
 
@@ -232,7 +232,7 @@ def test_a_host_that_is_too_small_limits_the_micro_batch():
     found = predicted("jeanzay_megatron_deepspeed_zero_cpu_offload/48b-tp4-mb64", "v100-32x4")
     host = found.node.host.model_copy(update={"memory_gb": 1.05 * found.host / 1e9})
     small = found.node.model_copy(update={"host": host})
-    assert forecast(found.work, small).largest.as_planned < found.largest.as_planned
+    assert Forecast(found.work, small).largest.as_planned < found.largest.as_planned
 
 
 def test_bf16_on_a_v100_is_planned_as_it_would_run():

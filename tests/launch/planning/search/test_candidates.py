@@ -17,7 +17,7 @@ from ds_configs.resolver import resolve
 from launch.planning.memory_fit import fit
 from launch.planning.prediction import workload
 from launch.planning.prediction.constants import fitted
-from launch.planning.prediction.forecast import forecast
+from launch.planning.prediction.forecast import Forecast
 from launch.planning.search import candidates, search_command, search_text
 from launch.planning.search.candidates import WAYS, Candidate, SearchQuestion
 from recipes import catalog
@@ -82,7 +82,7 @@ def test_the_launch_line_trains_the_layout_that_was_predicted(case, capsys, monk
     plan = resolve(catalog.load(named["--recipe"], sets), named["--ds_config"], question.ranks, ANY_GPU)
     best = found[0]
     assert plan.layout == best.plan.layout and plan.layout.world == question.ranks
-    again = forecast(workload.of_plan(plan), question.node)
+    again = Forecast(workload.of_plan(plan), question.node)
     assert again.fullest_rank.total == best.forecast.fullest_rank.total and again.time == best.forecast.time
     assert again.verdict == best.forecast.verdict != "out of memory"
     assert best.way == "ZeRO-1 offload" or case != "offload in a pipeline"
@@ -107,7 +107,7 @@ def test_no_layout_of_the_ready_made_files_is_faster():
                 plan = resolve(question.recipe.model_copy(update=changed), file, 4, ANY_GPU)
             except ConfigError:
                 continue
-            each = forecast(workload.of_plan(plan), node)
+            each = Forecast(workload.of_plan(plan), node)
             if each.verdict != "out of memory" and each.time:
                 seconds[tp, pp, micro, file, again, cut] = each.time.total
     predicted = {}
