@@ -184,7 +184,10 @@ def assemble_result(
     warnings = begun.warnings
     unknown = unknown_token(vocabulary)
     try:
-        run.tally = tally_of_all(plan, run.chunks)
+        run.tally = Tally()
+        for number in range(run.chunks):
+            head = chunk_file.read_head(plan.directory, number, plan.origin)
+            run.tally.add(head.tally)
         check_broken(run.tally, plan.settings.max_broken, space.chunks, run.chunks)
         begun.inputs.check_unchanged()
         result = space.new_result()
@@ -308,14 +311,6 @@ class ChunkWork:
             )
         elif elsewhere:
             time.sleep(sharing.PAUSE)
-
-
-def tally_of_all(plan: WorkPlan, chunks: int) -> Tally:
-    """Add up the counts of all chunks. Raises DamagedChunk."""
-    tally = Tally()
-    for number in range(chunks):
-        tally.add(chunk_file.read_head(plan.directory, number, plan.origin).tally)
-    return tally
 
 
 def check_broken(tally: Tally, most: float, chunks: Path, count: int) -> None:

@@ -89,8 +89,8 @@ class Worker:
             started = time.process_time()
             step.enter(len(documents), documents.bytes)
             kind = "broken" if name == "read" else name
-            reject = rejected.setdefault(kind, []).append
-            documents = change(documents, step, reject, *arguments)
+            log = steps.StepLog(step, rejected.setdefault(kind, []))
+            documents = change(documents, log, *arguments)
             step.leave(len(documents), documents.bytes)
             step.seconds += time.process_time() - started
 
