@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -118,7 +119,9 @@ def prepare(
                 )
             encoder = Encoder(vocabulary, BATCH_CHARACTERS)
             size = vocabulary_size(vocabulary)
-            origin = report.manifest_digest(manifest)
+            # which stands for the command and the content of its input
+            content = json.dumps(manifest, sort_keys=True).encode()
+            origin = hashlib.sha256(content).hexdigest()
             plan = WorkPlan(
                 settings,
                 inputs.format,

@@ -18,7 +18,7 @@ import numpy as np
 from data.prepare.chunk_file import BROKEN, ChunkStep, json_line
 from data.prepare.cleaning import Detect, repair
 from data.prepare.contamination import Evaluation
-from data.prepare.settings import in_flags
+from data.prepare.settings import Settings, in_flags
 from data.prepare.words import Words, signatures, words_of
 from data.text.documents import Document
 from data.text.encoder import Encoder, Ends, group_items, sentences_of
@@ -126,8 +126,11 @@ def repair_texts(documents: Documents, log: StepLog) -> Documents:
 
 
 def keep_language(
-    documents: Documents, log: StepLog, detect: Detect, wanted: str, least: float
+    documents: Documents, log: StepLog, detect: Detect, settings: Settings
 ) -> Documents:
+    wanted = settings.language
+    least = settings.language_score
+
     def judge(language: str, score: float) -> Verdict:
         if language != wanted:
             return f"language is not {wanted}", f"{language} {score:.2f}"
@@ -147,13 +150,14 @@ def split_sentences(documents: Documents, log: StepLog, how: Ends) -> Documents:
 
 
 def tokenize(
-    documents: Documents, log: StepLog, encoder: Encoder, samples: str, least: int
+    documents: Documents, log: StepLog, encoder: Encoder, settings: Settings
 ) -> Documents:
     """Tokenize each document as one sequence with an end-of-document token; for a BERT as its sentences.
 
-    It drops documents of fewer than `least` tokens, special ones not counted.
+    It drops documents of fewer than `min_tokens`, special ones not counted.
     """
-    if samples == "bert":
+    least = settings.min_tokens
+    if settings.samples == "bert":
         tokens = encoder.encode_sentences(documents.sentences)
         ends = 0
     else:
@@ -186,13 +190,13 @@ def decontaminate(
     )
 
 
-def sign(
-    documents: Documents, log: StepLog, shingle: int, permutations: int, seed: int
-) -> Documents:
+def sign(documents: Documents, log: StepLog, settings: Settings) -> Documents:
     marks: list[np.ndarray] = []
     sets: list[np.ndarray] = []
     for words in documents.words:
-        rows, shingles = signatures(words, shingle, permutations, seed)
+        rows, shingles = signatures(
+            words, settings.shingle, settings.permutations, settings.seed
+        )
         marks += [*rows]
         sets += shingles
     return replace(documents, marks=marks, sets=sets)

@@ -98,27 +98,14 @@ class Worker:
         if settings.repair:
             run("repair", steps.repair_texts)
         if self._detect:
-            run(
-                "language",
-                steps.keep_language,
-                self._detect,
-                settings.language,
-                settings.language_score,
-            )
+            run("language", steps.keep_language, self._detect, settings)
         if settings.samples == "bert" or settings.write_sentences:
             run("sentences", steps.split_sentences, settings.origin.sentences)
-        run(
-            "tokenize",
-            steps.tokenize,
-            plan.encoder,
-            settings.samples,
-            settings.min_tokens,
-        )
+        run("tokenize", steps.tokenize, plan.encoder, settings)
         if plan.evaluation is not None:
             run("decontaminate", steps.decontaminate, plan.evaluation)
-        permutations = 0 if settings.dedup is None else settings.permutations
-        if permutations:
-            run("signatures", steps.sign, settings.shingle, permutations, settings.seed)
+        if plan.bands is not None:
+            run("signatures", steps.sign, settings)
         flat = [sequence for sequences in documents.tokens for sequence in sequences]
         columns = {
             "files": documents.files,

@@ -140,7 +140,7 @@ def _read(path: Path) -> PreTrainedTokenizerFast:
     cls = roles.get("cls_token")
     sep = roles.get("sep_token")
     if backend.post_processor is None and cls and sep:
-        backend.post_processor = bert_template((cls, known[cls]), (sep, known[sep]))
+        backend.post_processor = bert_template(cls, sep, known)
     # Lengths of its last use; kept, they would silently cut documents.
     backend.no_truncation()
     backend.no_padding()
