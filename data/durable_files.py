@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import fcntl
+import json
 import os
 import re
 import secrets
@@ -82,6 +83,11 @@ def write_atomically(path: Path, text: str) -> None:
     """Replace the file at `path`: a crash leaves the old or the new text, never a part."""
     with replacing(path) as file:
         file.write(text.encode())
+
+
+def write_json(path: Path, value: object, indent: int = 1) -> None:
+    """Replace the file at `path` by a value as JSON."""
+    write_atomically(path, json.dumps(value, indent=indent) + "\n")
 
 
 def sync_names(directory: Path) -> None:

@@ -71,7 +71,7 @@ def read_evaluation(paths: Sequence[str], n: int, repaired: bool = True) -> Eval
     file: list[np.ndarray] = []
     texts = too_short = 0
     for number, path in enumerate(paths):
-        before = len(hashes)
+        found = 0
         for some in group_items(_strings(Path(path)), lambda text: 1, _TEXTS_AT_ONCE):
             read = [repair(text) for text in some] if repaired else some
             words = words_of(read)
@@ -81,8 +81,9 @@ def read_evaluation(paths: Sequence[str], n: int, repaired: bool = True) -> Eval
                 np.unique(np.searchsorted(words.offsets, first, side="right"))
             )
             hashes.append(ngrams)
+            found += ngrams.size
             file.append(np.full(len(ngrams), number, dtype=np.int32))
-        if not any(ngrams.size for ngrams in hashes[before:]):
+        if not found:
             fix = "leave it out, or give a smaller --ngram"
             raise ValueError(
                 f"--decontaminate {path}: no text in it has {n} words: {fix}"

@@ -190,7 +190,7 @@ class Inputs:
             size += held
             if size >= most or len(items) >= CHUNK_RECORDS:
                 yield Chunk(number, items, at, self._progress(at, in_file))
-                number = number + 1
+                number += 1
                 items = []
                 size = 0
         if items:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import json
 import os
 import platform
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -64,33 +65,6 @@ class Screen(Protocol):
     def at(self, value: float, note: str = "") -> None: ...
 
 
-@dataclass
-class PreparationRun:
-    """Counts of a running preparation."""
-
-    # of this process's chunks, and at the end of all
-    tally: Tally = field(default_factory=Tally)
-    chunks: int = 0
-    made: int = 0  # chunks, by this process
-    new_bytes: int = 0  # of text parsed by this run
-    worker_peak: int = 0
-    worker_seconds: float = 0.0  # of processor time
-    started: float = field(default_factory=time.perf_counter)
-    # by this process when it started
-    spent: float = field(default_factory=time.process_time)
-
-
-@dataclass(frozen=True)
-class Preparation:
-    """What is decided before the first chunk is made."""
-
-    plan: WorkPlan
-    inputs: Inputs
-    space: Workspace
-    manifest: dict[str, Any]
-    warnings: Sequence[str]
-
-
 def prepare(
     settings: Settings, out: Path, screen: Screen, force: bool = False
 ) -> dict[str, Any] | None:
@@ -145,7 +119,9 @@ def prepare(
                 )
             encoder = Encoder(vocabulary, BATCH_CHARACTERS)
             size = vocabulary_size(vocabulary)
-            origin = report.manifest_digest(manifest)
+            # which stands for the command and the content of its input
+            content = json.dumps(manifest, sort_keys=True).encode()
+            origin = hashlib.sha256(content).hexdigest()
             plan = WorkPlan(
                 settings,
                 inputs.format,
@@ -156,11 +132,11 @@ def prepare(
                 space.chunks,
                 origin,
             )
-            run = ChunkWork(plan, inputs, claims, screen).process()
-            begun = Preparation(plan, inputs, space, manifest, warnings)
+            work = ChunkWork(plan, inputs, claims, screen)
+            work.process()
             with claims.turn("assembly", screen.say):
                 if space.partial.exists():
-                    return assemble_result(begun, run, vocabulary, screen)
+                    return assemble_result(work, space, manifest, warnings, vocabulary)
         except FileNotFoundError:
             if space.partial.exists():
                 raise
@@ -173,22 +149,24 @@ def prepare(
 
 
 def assemble_result(
-    begun: Preparation,
-    run: PreparationRun,
+    work: ChunkWork,
+    space: Workspace,
+    manifest: dict[str, Any],
+    warnings: list[str],
     vocabulary: PreTrainedTokenizerFast,
-    screen: Screen,
 ) -> dict[str, Any]:
     """Make the result of all chunks, and publish it; return its report."""
-    plan = begun.plan
-    space = begun.space
-    warnings = begun.warnings
+    plan = work.plan
     unknown = unknown_token(vocabulary)
     try:
-        run.tally = tally_of_all(plan, run.chunks)
-        check_broken(run.tally, plan.settings.max_broken, space.chunks, run.chunks)
-        begun.inputs.check_unchanged()
+        work.tally = Tally()
+        for number in range(work.chunks):
+            head = chunk_file.read_head(plan.directory, number, plan.origin)
+            work.tally.add(head.tally)
+        check_broken(work.tally, plan.settings.max_broken, space.chunks, work.chunks)
+        work.inputs.check_unchanged()
         result = space.new_result()
-        store, dedup = finish(begun, run, unknown, screen)
+        store, dedup = finish(work, space, unknown)
     except chunk_file.DamagedChunk as damage:
         damage.path.unlink(missing_ok=True)
         again = "it is removed, and the same command makes it again and resumes the other work"
@@ -197,13 +175,10 @@ def assemble_result(
     if share > MOST_UNKNOWN:
         came = f"{share:.1%} of the tokens are {vocabulary.unk_token}"
         why = "characters that the vocabulary lacks, or words of more than 100"
-        warnings = [
-            *warnings,
-            f"{came}, {why}: give a vocabulary of the text's language",
-        ]
+        warnings.append(f"{came}, {why}: give a vocabulary of the text's language")
     save_tokenizer(vocabulary, result / space.tokenizer.name)
     digest = vocabulary_digest(vocabulary)
-    whole = describe(begun, run, warnings, store, dedup, digest)
+    whole = describe(work, space, manifest, warnings, store, dedup, digest)
     as_json = json.dumps(whole, indent=1, ensure_ascii=False) + "\n"
     for name, text in ((REPORT, as_json), ("report.txt", report.as_text(whole))):
         (result / name).write_text(text, encoding="utf-8", errors="replace")
@@ -215,84 +190,90 @@ def assemble_result(
 class ChunkWork:
     """Work on the chunks: which are finished, which other processes make, and how far this one is."""
 
-    _plan: WorkPlan
-    _inputs: Inputs
-    _claims: Claims
-    _screen: Screen
-    _run: PreparationRun = field(default_factory=PreparationRun)
+    plan: WorkPlan
+    inputs: Inputs
+    claims: Claims
+    screen: Screen
+    # of this process's chunks, and at the end of all
+    tally: Tally = field(default_factory=Tally)
+    chunks: int = 0
+    made: int = 0  # chunks, by this process
+    new_bytes: int = 0  # of text parsed by this run
+    worker_peak: int = 0
+    worker_seconds: float = 0.0  # of processor time
+    started: float = field(default_factory=time.perf_counter)
+    # by this process when it started
+    spent: float = field(default_factory=time.process_time)
     _furthest: float = 0.0
     # where chunks of other processes begin
     _elsewhere: dict[int, Cursor] = field(default_factory=dict)
 
-    def process(self) -> PreparationRun:
+    def process(self) -> None:
         """Make every missing chunk that no other process makes, and wait for theirs."""
-        self._screen.phase("text", float(self._inputs.bytes) or None, "B")
+        self.screen.phase("text", float(self.inputs.bytes) or None, "B")
         self._make(self._unclaimed())
         if self._elsewhere:
-            self._screen.say(
+            self.screen.say(
                 f"waiting for {len(self._elsewhere)} chunks of other processes"
             )
         while self._elsewhere:
             self._wait()
-        return self._run
 
     def _make(self, chunks: Iterator[Chunk]) -> None:
-        pool.run(self._plan, chunks, self._plan.settings.workers, self._done)
+        pool.run(self.plan, chunks, self.plan.settings.workers, self._done)
 
     def _end_of(self, number: int) -> Cursor | None:
         """Return the end of a finished chunk; None where it is missing or damaged."""
-        plan = self._plan
+        plan = self.plan
         if not chunk_file.path_of(plan.directory, number).is_file():
             return None
         try:
             return chunk_file.read_head(plan.directory, number, plan.origin).end
         except chunk_file.DamagedChunk as damage:
-            self._screen.say(f"{damage}; it is made again")
+            self.screen.say(f"{damage}; it is made again")
             damage.path.unlink(missing_ok=True)
             return None
 
     def _past_finished(self, start: Cursor) -> Cursor:
         """Count the finished chunks from here on; return the end of the last of them."""
-        while (end := self._end_of(self._run.chunks)) is not None:
+        while (end := self._end_of(self.chunks)) is not None:
             start = end
-            self._run.chunks += 1
+            self.chunks += 1
         return start
 
     def _unclaimed(self) -> Iterator[Chunk]:
         """Yield what is neither finished nor claimed; files between finished chunks are not opened."""
-        run = self._run
         start = self._past_finished(Cursor())
-        chunks = self._inputs.chunks(start, run.chunks)
+        chunks = self.inputs.chunks(start, self.chunks)
         while (chunk := next(chunks, None)) is not None:
-            if chunk.number < run.chunks:
+            if chunk.number < self.chunks:
                 continue
             start = self._past_finished(start)
             if start.file > chunk.end.file:
-                chunks = self._inputs.chunks(start, run.chunks)
-            elif chunk.number == run.chunks:
-                if self._claims.take(str(chunk.number)):
+                chunks = self.inputs.chunks(start, self.chunks)
+            elif chunk.number == self.chunks:
+                if self.claims.take(str(chunk.number)):
                     yield chunk
                 else:
                     self._elsewhere[chunk.number] = start
                 start = chunk.end
-                run.chunks += 1
+                self.chunks += 1
 
     def _done(self, answer: Answer) -> None:
         """Count a chunk that this process has made."""
-        plan = self._plan
-        run = self._run
-        run.made += 1
-        run.tally.add(answer.tally)
-        run.new_bytes += answer.tally.step("read").bytes_in
-        run.worker_peak = max(run.worker_peak, answer.peak_bytes)
-        run.worker_seconds += answer.seconds
+        plan = self.plan
+        self.made += 1
+        self.tally.add(answer.tally)
+        self.new_bytes += answer.tally.step("read").bytes_in
+        self.worker_peak = max(self.worker_peak, answer.peak_bytes)
+        self.worker_seconds += answer.seconds
         self._furthest = max(self._furthest, answer.progress)
-        if run.tally.records >= EARLY_RECORDS:
+        if self.tally.records >= EARLY_RECORDS:
             check_broken(
-                run.tally, plan.settings.max_broken, plan.directory, run.chunks
+                self.tally, plan.settings.max_broken, plan.directory, self.chunks
             )
-        speed = run.new_bytes / 1e6 / (time.perf_counter() - run.started)
-        self._screen.at(self._furthest, f"{speed:.2f} MB/s of text")
+        speed = self.new_bytes / 1e6 / (time.perf_counter() - self.started)
+        self.screen.at(self._furthest, f"{speed:.2f} MB/s of text")
 
     def _wait(self) -> None:
         """Wait a moment for the chunks of other processes; make those of a process that has ended."""
@@ -300,22 +281,14 @@ class ChunkWork:
         for number in list(elsewhere):
             if self._end_of(number) is not None:
                 del elsewhere[number]
-        lost = [number for number in elsewhere if self._claims.take(str(number))]
+        lost = [number for number in elsewhere if self.claims.take(str(number))]
         if lost:
             self._make(
-                next(self._inputs.chunks(elsewhere.pop(number), number))
+                next(self.inputs.chunks(elsewhere.pop(number), number))
                 for number in lost
             )
         elif elsewhere:
             time.sleep(sharing.PAUSE)
-
-
-def tally_of_all(plan: WorkPlan, chunks: int) -> Tally:
-    """Add up the counts of all chunks. Raises DamagedChunk."""
-    tally = Tally()
-    for number in range(chunks):
-        tally.add(chunk_file.read_head(plan.directory, number, plan.origin).tally)
-    return tally
 
 
 def check_broken(tally: Tally, most: float, chunks: Path, count: int) -> None:
@@ -346,16 +319,16 @@ def _broken_records(chunks: Path, count: int) -> Iterator[dict[str, Any]]:
 
 
 def finish(
-    begun: Preparation, run: PreparationRun, unknown: int | None, screen: Screen
+    work: ChunkWork, space: Workspace, unknown: int | None
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Deduplicate over all chunks and write the store; return facts about both for the report."""
-    plan = begun.plan
-    space = begun.space
+    plan = work.plan
+    screen = work.screen
     settings = plan.settings
     bands = plan.bands
     permutations = settings.permutations if bands else 0
-    names = [str(path) for path in begun.inputs.paths]
-    index = assemble.gather(space.chunks, names, run.chunks, permutations, space.index)
+    names = [str(path) for path in work.inputs.paths]
+    index = assemble.gather(space.chunks, names, work.chunks, permutations, space.index)
     documents = index.starts[-1]
     duplicates = None
     dedup = None
@@ -365,7 +338,7 @@ def finish(
         duplicates = find_duplicates(
             index.digests, index.marks, index.sets, bands, settings.dedup, screen.at
         )
-        run.tally.step("deduplicate").seconds = time.perf_counter() - started
+        work.tally.step("deduplicate").seconds = time.perf_counter() - started
         dedup = {
             "threshold": settings.dedup,
             "bands": bands.count,
@@ -379,39 +352,39 @@ def finish(
         documents = int((duplicates.of < 0).sum())
     if not documents:
         lines = ["no document passed all steps:"]
-        for step in run.tally.values():
+        for step in work.tally.values():
             for reason, (n, _) in step.dropped.items():
                 lines.append(f"  {reason}: {n:,}")
         lines.append("give other input, or relax the steps that dropped it")
         raise PreparationFailed("\n".join(lines))
-    screen.phase("store", run.chunks, "chunks")
+    screen.phase("store", work.chunks, "chunks")
     started = time.perf_counter()
     store = assemble.write(
-        index, duplicates, plan.vocab_size, unknown, space.result, run.tally, screen.at
+        index, duplicates, plan.vocab_size, unknown, space.result, work.tally, screen.at
     )
-    run.tally.step("write").seconds = time.perf_counter() - started
+    work.tally.step("write").seconds = time.perf_counter() - started
     return store, dedup
 
 
 def describe(
-    begun: Preparation,
-    run: PreparationRun,
-    warnings: Sequence[str],
+    work: ChunkWork,
+    space: Workspace,
+    manifest: dict[str, Any],
+    warnings: list[str],
     store: dict[str, Any],
     dedup: dict[str, Any] | None,
     digest: str,
 ) -> dict[str, Any]:
     """Make the report; `digest`: of the vocabulary."""
-    plan = begun.plan
-    manifest = begun.manifest
+    plan = work.plan
     settings = plan.settings
-    tally = run.tally
+    tally = work.tally
     evaluation = plan.evaluation
-    seconds = time.perf_counter() - run.started
+    seconds = time.perf_counter() - work.started
     spent = (
         time.process_time()
-        - run.spent
-        + (run.worker_seconds if settings.workers else 0.0)
+        - work.spent
+        + (work.worker_seconds if settings.workers else 0.0)
     )
     head = f"the first {settings.vocabulary_mb} MB of the input's text"
     trained_on = f"{head}, before any document was dropped for its length"
@@ -424,7 +397,7 @@ def describe(
         lacking = (
             f"{lost} input files are damaged or empty, and what they lack is not here"
         )
-        warnings = [*warnings, f"{lacking}: see {assemble.REJECTED}/broken.jsonl"]
+        warnings.append(f"{lacking}: see {assemble.REJECTED}/broken.jsonl")
     size = {"vocab_size": plan.vocab_size}
     decontamination = evaluation and {
         "files": [
@@ -457,20 +430,20 @@ def describe(
         },
         "steps": tally.json(),
         "broken": report.broken_summary(tally),
-        "warnings": list(warnings),
+        "warnings": warnings,
         "deduplication": dedup,
         "decontamination": decontamination,
         "mb_per_second_and_core": speeds,  # of incoming text
-        "outputs": report.describe_outputs(begun.space.result),
+        "outputs": report.describe_outputs(space.result),
         "run": {
             "workers": settings.workers,
-            "chunks": run.chunks,
-            "chunks_found": run.chunks - run.made,
+            "chunks": work.chunks,
+            "chunks_found": work.chunks - work.made,
             "wall_seconds": round(seconds, 2),
-            "mb_per_second": run.new_bytes / 1e6 / seconds,
+            "mb_per_second": work.new_bytes / 1e6 / seconds,
             "processor_seconds": round(spent, 2),
             "peak_mb": round(
-                (peak_memory() + settings.workers * run.worker_peak) / 1e6
+                (peak_memory() + settings.workers * work.worker_peak) / 1e6
             ),
         },
         "machine": {

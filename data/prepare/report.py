@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -43,11 +42,6 @@ def describe_inputs(files: Sequence[FoundFile], threads: int) -> list[dict[str, 
 
     with ThreadPoolExecutor(threads) as pool:  # hashing leaves the interpreter's lock
         return list(pool.map(describe, files))
-
-
-def manifest_digest(manifest: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a manifest, which stands for the command and the content of its input."""
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def describe_outputs(directory: Path) -> dict[str, dict[str, Any]]:

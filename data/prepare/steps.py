@@ -1,14 +1,14 @@
 """The steps of a preparation on single documents, and the documents of a chunk.
 
-A step takes documents, its counts and a function `reject` for a line on each dropped document. It returns the
-remaining documents. Each can be called and timed by itself; `work` runs them one after the other.
+A step takes documents and its log, which gets a line on each dropped document. It returns the remaining
+documents. Each can be called and timed by itself; `work` runs them one after the other.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import compress
@@ -18,7 +18,7 @@ import numpy as np
 from data.prepare.chunk_file import BROKEN, ChunkStep, json_line
 from data.prepare.cleaning import Detect, repair
 from data.prepare.contamination import Evaluation
-from data.prepare.settings import in_flags
+from data.prepare.settings import Settings, in_flags
 from data.prepare.words import Words, signatures, words_of
 from data.text.documents import Document
 from data.text.encoder import Encoder, Ends, group_items, sentences_of
@@ -29,9 +29,16 @@ EXCERPT_CHARACTERS = 200  # of a dropped document
 # Characters to hash together: numpy's arrays then stay in the processor's cache.
 _WORDS_AT_ONCE = 1 << 17
 
-Reject = Callable[[bytes], None]
 # Why a document is dropped: one of few reasons, and a detail; None: it is kept.
 Verdict = tuple[str, str] | None
+
+
+@dataclass(frozen=True)
+class StepLog:
+    """The counts of a step, and a line of JSON on each document or record that it drops."""
+
+    counts: ChunkStep
+    rejected: list[bytes]
 
 
 @dataclass(frozen=True)
@@ -55,18 +62,16 @@ class Documents:
     def bytes(self) -> int:
         return sum(self.sizes)
 
-    def sift(
-        self, verdicts: Iterable[Verdict], step: ChunkStep, reject: Reject
-    ) -> Documents:
-        """Keep the documents without a verdict; count the others, and `reject` them as lines of JSON."""
+    def sift(self, verdicts: Iterable[Verdict], log: StepLog) -> Documents:
+        """Keep the documents without a verdict; count the others, and describe them in the log."""
         keep = []
         columns = (self.names, self.numbers, self.sizes, self.texts)
         for verdict, file, number, size, text in zip(verdicts, *columns, strict=True):
             keep.append(verdict is None)
             if verdict is not None:
                 reason, detail = verdict
-                step.drop(reason, size)
-                reject(
+                log.counts.drop(reason, size)
+                log.rejected.append(
                     json_line(
                         file=file,
                         number=number,
@@ -91,8 +96,7 @@ class Documents:
 
 def parse(
     documents: Documents,
-    step: ChunkStep,
-    reject: Reject,
+    log: StepLog,
     items: list[tuple[int, AnyRecord]],
     form: RecordFormat,
 ) -> Documents:
@@ -101,34 +105,32 @@ def parse(
     for file, item in items:
         text = form.text_of(item)
         size = item.size if isinstance(item, BrokenRecord) else len(item.payload)
-        step.enter(1, size)
+        log.counts.enter(1, size)
         if isinstance(text, BrokenRecord):
-            step.drop(BROKEN + text.kind, size)
-            reject(_broken_line(text))
+            log.counts.drop(BROKEN + text.kind, size)
+            log.rejected.append(_broken_line(text))
         elif not text:
-            step.drop(NOT_A_DOCUMENT, size)
+            log.counts.drop(NOT_A_DOCUMENT, size)
         else:
             rows.append((file, item.file, item.number, text, utf8_size(text)))
     return Documents(*zip(*rows, strict=True))
 
 
-def repair_texts(documents: Documents, step: ChunkStep, reject: Reject) -> Documents:
+def repair_texts(documents: Documents, log: StepLog) -> Documents:
     texts = []
     for text in documents.texts:
         repaired = repair(text)
-        step.changed += repaired is not text and repaired != text
+        log.counts.changed += repaired is not text and repaired != text
         texts.append(repaired)
     return replace(documents, texts=texts, sizes=[utf8_size(text) for text in texts])
 
 
 def keep_language(
-    documents: Documents,
-    step: ChunkStep,
-    reject: Reject,
-    detect: Detect,
-    wanted: str,
-    least: float,
+    documents: Documents, log: StepLog, detect: Detect, settings: Settings
 ) -> Documents:
+    wanted = settings.language
+    least = settings.language_score
+
     def judge(language: str, score: float) -> Verdict:
         if language != wanted:
             return f"language is not {wanted}", f"{language} {score:.2f}"
@@ -138,32 +140,24 @@ def keep_language(
             else None
         )
 
-    return documents.sift(
-        (judge(*detect(text)) for text in documents.texts), step, reject
-    )
+    return documents.sift((judge(*detect(text)) for text in documents.texts), log)
 
 
-def split_sentences(
-    documents: Documents, step: ChunkStep, reject: Reject, how: Ends
-) -> Documents:
+def split_sentences(documents: Documents, log: StepLog, how: Ends) -> Documents:
     return replace(
         documents, sentences=[sentences_of(text, how) for text in documents.texts]
     )
 
 
 def tokenize(
-    documents: Documents,
-    step: ChunkStep,
-    reject: Reject,
-    encoder: Encoder,
-    samples: str,
-    least: int,
+    documents: Documents, log: StepLog, encoder: Encoder, settings: Settings
 ) -> Documents:
     """Tokenize each document as one sequence with an end-of-document token; for a BERT as its sentences.
 
-    It drops documents of fewer than `least` tokens, special ones not counted.
+    It drops documents of fewer than `min_tokens`, special ones not counted.
     """
-    if samples == "bert":
+    least = settings.min_tokens
+    if settings.samples == "bert":
         tokens = encoder.encode_sentences(documents.sentences)
         ends = 0
     else:
@@ -181,35 +175,28 @@ def tokenize(
         )
 
     verdicts = [judge(sum(map(len, sequences)) - ends) for sequences in tokens]
-    return replace(documents, tokens=tokens).sift(verdicts, step, reject)
+    return replace(documents, tokens=tokens).sift(verdicts, log)
 
 
 def decontaminate(
-    documents: Documents, step: ChunkStep, reject: Reject, evaluation: Evaluation
+    documents: Documents, log: StepLog, evaluation: Evaluation
 ) -> Documents:
     reason = f"shares {evaluation.n} words in a row with"
     matches = (
         match for words in documents.words for match in evaluation.matches(words)
     )
     return documents.sift(
-        (match and (f"{reason} {match[0]}", match[1]) for match in matches),
-        step,
-        reject,
+        (match and (f"{reason} {match[0]}", match[1]) for match in matches), log
     )
 
 
-def sign(
-    documents: Documents,
-    step: ChunkStep,
-    reject: Reject,
-    shingle: int,
-    permutations: int,
-    seed: int,
-) -> Documents:
+def sign(documents: Documents, log: StepLog, settings: Settings) -> Documents:
     marks: list[np.ndarray] = []
     sets: list[np.ndarray] = []
     for words in documents.words:
-        rows, shingles = signatures(words, shingle, permutations, seed)
+        rows, shingles = signatures(
+            words, settings.shingle, settings.permutations, settings.seed
+        )
         marks += [*rows]
         sets += shingles
     return replace(documents, marks=marks, sets=sets)

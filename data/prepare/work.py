@@ -89,8 +89,8 @@ class Worker:
             started = time.process_time()
             step.enter(len(documents), documents.bytes)
             kind = "broken" if name == "read" else name
-            reject = rejected.setdefault(kind, []).append
-            documents = change(documents, step, reject, *arguments)
+            log = steps.StepLog(step, rejected.setdefault(kind, []))
+            documents = change(documents, log, *arguments)
             step.leave(len(documents), documents.bytes)
             step.seconds += time.process_time() - started
 
@@ -98,27 +98,14 @@ class Worker:
         if settings.repair:
             run("repair", steps.repair_texts)
         if self._detect:
-            run(
-                "language",
-                steps.keep_language,
-                self._detect,
-                settings.language,
-                settings.language_score,
-            )
+            run("language", steps.keep_language, self._detect, settings)
         if settings.samples == "bert" or settings.write_sentences:
             run("sentences", steps.split_sentences, settings.origin.sentences)
-        run(
-            "tokenize",
-            steps.tokenize,
-            plan.encoder,
-            settings.samples,
-            settings.min_tokens,
-        )
+        run("tokenize", steps.tokenize, plan.encoder, settings)
         if plan.evaluation is not None:
             run("decontaminate", steps.decontaminate, plan.evaluation)
-        permutations = 0 if settings.dedup is None else settings.permutations
-        if permutations:
-            run("signatures", steps.sign, settings.shingle, permutations, settings.seed)
+        if plan.bands is not None:
+            run("signatures", steps.sign, settings)
         flat = [sequence for sequences in documents.tokens for sequence in sequences]
         columns = {
             "files": documents.files,

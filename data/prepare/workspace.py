@@ -116,9 +116,7 @@ class Workspace:
                 )
             shutil.rmtree(self.partial)
         self.chunks.mkdir(parents=True)
-        durable_files.write_atomically(
-            self.manifest, json.dumps(manifest, indent=1) + "\n"
-        )
+        durable_files.write_json(self.manifest, manifest)
         return False
 
     def _changes(self, manifest: dict[str, Any]) -> str | None:

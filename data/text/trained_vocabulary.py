@@ -119,15 +119,12 @@ def wrap_tokenizer(kind: str, backend: Tokenizer) -> PreTrainedTokenizerFast:
 def _texts(recipe: Recipe, sources: Sequence[Source]) -> Iterator[str]:
     """Yield the training documents of source after source, each up to its share of the limit."""
     data = recipe.data
+    splits = (data.validation_every, data.test_every)
     limit = TRAINING_TEXT_LIMIT // len(sources)
     for source in sources:
-        parts = (
-            (part_of(d.index, data.validation_every, data.test_every), d)
-            for d in source.documents()
-        )
-        yield from _limit_text(
-            (document.text for part, document in parts if part == "train"), limit
-        )
+        every = source.documents()
+        texts = (d.text for d in every if part_of(d.index, *splits) == "train")
+        yield from _limit_text(texts, limit)
 
 
 def _limit_text(texts: Iterable[str], characters: int) -> Iterator[str]:
@@ -279,20 +276,19 @@ def wordpiece_backend(
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.decoder = decoders.WordPiece(prefix="##")
     backend.add_special_tokens(list(BERT_SPECIAL_TOKENS))
-    backend.post_processor = bert_template(
-        *((token, vocabulary[token]) for token in ("[CLS]", "[SEP]"))
-    )
+    backend.post_processor = bert_template("[CLS]", "[SEP]", vocabulary)
     return backend
 
 
 def bert_template(
-    cls: tuple[str, int], sep: tuple[str, int]
+    cls: str, sep: str, numbers: dict[str, int]
 ) -> processors.TemplateProcessing:
-    """Make the rule that puts special tokens around one text and between two."""
-    single = f"{cls[0]}:0 $A:0 {sep[0]}:0"
-    pair = f"{single} $B:1 {sep[0]}:1"
+    """Make the rule that puts special tokens, by their numbers, around one text and between two."""
+    single = f"{cls}:0 $A:0 {sep}:0"
+    pair = f"{single} $B:1 {sep}:1"
+    special = [(cls, numbers[cls]), (sep, numbers[sep])]
     return processors.TemplateProcessing(
-        single=single, pair=pair, special_tokens=[cls, sep]
+        single=single, pair=pair, special_tokens=special
     )
 
 

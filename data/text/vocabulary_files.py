@@ -41,14 +41,17 @@ _USUAL |= dict(bos_token=END_OF_DOCUMENT, eos_token=END_OF_DOCUMENT)
 _SPECIAL = "special_tokens_map.json"
 _ADDED = "added_tokens.json"
 # Classes of transformers without rules of their own, or with GPT-2's or BERT's.
-_OF_GPT2 = ("GPT2Tokenizer", "RobertaTokenizer", "BartTokenizer")
-_OF_BERT = (
+_KNOWN = (
+    "PreTrainedTokenizer",
+    "TokenizersBackend",
+    "GPT2Tokenizer",
+    "RobertaTokenizer",
+    "BartTokenizer",
     "BertTokenizer",
     "DistilBertTokenizer",
     "ElectraTokenizer",
     "MobileBertTokenizer",
 )
-_KNOWN = ("PreTrainedTokenizer", "TokenizersBackend", *_OF_GPT2, *_OF_BERT)
 _CONVERT = "convert it with transformers: AutoTokenizer.from_pretrained(DIR).save_pretrained(NEW)"
 _TIKTOKEN = (
     "with the package tiktoken: from transformers.convert_slow_tokenizer import TikTokenConverter as C; "
@@ -137,7 +140,7 @@ def _read(path: Path) -> PreTrainedTokenizerFast:
     cls = roles.get("cls_token")
     sep = roles.get("sep_token")
     if backend.post_processor is None and cls and sep:
-        backend.post_processor = bert_template((cls, known[cls]), (sep, known[sep]))
+        backend.post_processor = bert_template(cls, sep, known)
     # Lengths of its last use; kept, they would silently cut documents.
     backend.no_truncation()
     backend.no_padding()

@@ -21,12 +21,6 @@ from recipes.validation import validate
 from recipes.yaml_lines import YamlDocument
 
 WARMUP = 0.06  # share of the steps
-OPTIMIZER: dict[str, Any] = {
-    "betas": [0.9, 0.98],
-    "eps": 1e-6,
-    "weight_decay": 0.1,
-    "clip": 1.0,
-}
 
 
 def recipe_of(
@@ -55,7 +49,10 @@ def recipe_of(
         "sequence_length": args.sequence_length or min(facts.sequence_length, model["positions"]),
         "batch": {"global": batch},
         "steps": 1,
-        "optimizer": {"lr": args.lr or facts.lr, **OPTIMIZER},
+        "optimizer": {
+            "lr": args.lr or facts.lr, "betas": [0.9, 0.98], "eps": 1e-6,
+            "weight_decay": 0.1, "clip": 1.0,
+        },
         "schedule": {"kind": "linear"},
         "dropout": {"hidden": 0.1, "attention": 0.1},
         "precision": precision,

@@ -12,7 +12,6 @@ A finished run is not repeated, and an interrupted run resumes. In a run:
 
 from __future__ import annotations
 
-import json
 import statistics
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from pydantic import TypeAdapter
 
-from data.durable_files import quiet, write_atomically
+from data.durable_files import quiet, write_atomically, write_json
 from launch.records.facts import TaskScore
 from launch.records.result import read_result
 from recipes import files
@@ -86,7 +85,7 @@ def keep_arguments(out: Path, arguments: Sequence[str]) -> None:
         came = f"{out} holds runs of other arguments"
         rule = "runs that are compared have the same ones"
         raise ProblemsError.of("--out", came, rule, "name another directory with --out")
-    write_atomically(path, json.dumps(given, indent=1) + "\n")
+    write_json(path, given)
 
 
 def run_seed(out: Path, seed: int, command: Sequence[str]) -> SeedOutcome:
@@ -128,7 +127,7 @@ def summarize(out: Path, outcomes: Sequence[SeedOutcome], *, average: bool) -> S
             )
     joined = ensemble(out, sound) if average and len(sound) >= MEMBERS else ()
     summary = Summary(tuple(outcomes), median, joined)
-    write_atomically(out / SUMMARY, json.dumps(asdict(summary), indent=1) + "\n")
+    write_json(out / SUMMARY, asdict(summary))
     return summary
 
 

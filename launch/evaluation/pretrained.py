@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
-from data.durable_files import write_atomically
+from data.durable_files import write_json
 from launch.records.directory import RunDirectory
 from recipes import catalog, files
 from recipes.families import FAMILIES
@@ -97,7 +96,7 @@ def changed_from_row(name: str, recipe: Recipe) -> tuple[str, ...] | None:
 
 
 def keep(run: Path, pretrained: Pretrained) -> None:
-    write_atomically(run / NAME, json.dumps(asdict(pretrained), indent=2) + "\n")
+    write_json(run / NAME, asdict(pretrained), indent=2)
 
 
 def read(run: Path) -> Pretrained | None:

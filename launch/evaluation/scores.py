@@ -196,18 +196,17 @@ class PublishedScore:
 def published_next_to(task: str) -> tuple[PublishedScore, ...]:
     """Return the published scores of a task, after each row its "best before it"."""
     listed = []
-    for name in catalog.titles():
-        recipe = catalog.load(name) if name.startswith(f"{TABLE}/") else None
-        published = recipe.published if recipe else None
-        if recipe is None or published is None or task not in PUBLISHED_SIZES:
+    rows = [name for name in catalog.titles() if name.startswith(f"{TABLE}/")]
+    for recipe in map(catalog.load, rows if task in PUBLISHED_SIZES else ()):
+        published = recipe.published
+        if published is None:
             continue
         model = (
             f"{recipe.model.facts.title} {published.size_label} ({published.framework})"
         )
         printed_by = {model: published.downstream, "best before it": published.previous}
         for who, printed in printed_by.items():
-            of_task = getattr(printed, task, None)
-            for figure, value in of_task or ():
+            for figure, value in getattr(printed, task, None) or ():
                 unit = " %" if figure == "accuracy" else ""
                 one = PublishedScore(who, figure, f"{value:g}{unit}", published.source)
                 listed.append(one)
