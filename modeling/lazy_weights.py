@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -26,28 +26,26 @@ class LazyWeights(Mapping[str, Tensor]):
     Each tensor is a copy: later changes of the files do not reach a model.
     """
 
-    def __init__(self, sources: Mapping[str, Callable[[], Tensor]]):
-        self._sources = dict(sources)
+    def __init__(self, names: Iterable[str], read: Callable[[str], Tensor]):
+        self._names = dict.fromkeys(names)
+        self._read = read
 
     def __contains__(self, name: object) -> bool:
-        return name in self._sources  # Mapping's own would read it
+        return name in self._names  # Mapping's own would read it
 
     def __getitem__(self, name: str) -> Tensor:
-        stored = self._sources[name]()
-        return stored.to(
+        if name not in self:
+            raise KeyError(name)
+        return self._read(name).to(
             torch.float32, copy=True, memory_format=torch.contiguous_format
         )
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._sources)
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._sources)
+        return len(self._names)
 
     def not_finite(self) -> list[str]:
         """Return the names of tensors with NaN or infinity. Reads all tensors, one after the other."""
-        return [
-            name
-            for name, source in self._sources.items()
-            if not source().isfinite().all()
-        ]
+        return [name for name in self if not self._read(name).isfinite().all()]

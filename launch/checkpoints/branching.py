@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from launch.checkpoints import inspection, reading, run_checkpoints
-from launch.checkpoints.run_checkpoints import CheckpointChoice, DamagedCheckpoint
 from launch.records.recorded_run import RecordedRun
 from modeling.parallel.process_grid import ProcessGrid
 from recipes import files
@@ -66,9 +65,8 @@ class BranchPoint:
             kept = Tokenizer(kind="file", path=str(self.run.path / "tokenizer"))
         there = with_tokenizer(there, kept)
         settings = {**settings, "data.tokenizer": kept.model_dump()}
-        problems = list[Problem]()
         now, wrong = self._changed(overrides, settings, steps)
-        problems += wrong
+        problems = [*wrong]
         if now is None:
             sound = [text for text in overrides if self._changed([text], settings)[0]]
             now = self._changed(sound, settings, steps)[0] or there
@@ -81,7 +79,6 @@ class BranchPoint:
         more = there.branch.more_updates if there.branch else 0
         if changes(there, now, READ_ANEW):
             data_from = read
-        problems += self._kept(there, now)
         problems += self._misfits(there, now, anew=data_from == read)
         changed = tuple(
             Change(key=key, was=was, now=is_now) for key, was, is_now in allowed
@@ -102,14 +99,6 @@ class BranchPoint:
             raise ProblemsError(problems)
         return now
 
-    def _kept(self, there: Recipe, now: Recipe) -> Iterator[Problem]:
-        """Yield a problem for each changed key that a branch keeps."""
-        for key, was, is_now in changes(there, now, DECISIVE, stated=True):
-            if key not in BRANCHED:
-                came = f"{key}={is_now}, and the run has {was}"
-                where = f"{FLAG} {self.run.path}"
-                yield Problem(key, came, KEPT, "leave it out", where)
-
     def _changed(
         self,
         overrides: Sequence[str],
@@ -124,27 +113,25 @@ class BranchPoint:
             return None, error.problems
 
     def _misfits(self, there: Recipe, now: Recipe, anew: bool) -> Iterator[Problem]:
+        """Yield a problem for each changed key that a branch keeps, and for sizes that do not fit."""
+        for key, was, is_now in changes(there, now, DECISIVE, stated=True):
+            if key not in BRANCHED:
+                came = f"{key}={is_now}, and the run has {was}"
+                where = f"{FLAG} {self.run.path}"
+                yield Problem(key, came, KEPT, "leave it out", where)
         where = f"{FLAG} {self.run.path}@{self.step}"
+        key = "model.positions"
         if now.positions < there.positions:
             left = f"{now.positions} of {there.positions} positions"
             came = f"sequence_length={now.sequence_length} leaves {left}"
-            fix = f"add --set model.positions={there.positions}"
-            yield Problem(
-                "model.positions", came, "a branch keeps them, or has more", fix, where
-            )
-        if (
-            now.positions > there.positions
-            and now.model.implementation == "transformers"
-        ):
+            rule = "a branch keeps them, or has more"
+            yield Problem(key, came, rule, f"add --set {key}={there.positions}", where)
+        of_theirs = now.model.implementation == "transformers"
+        if now.positions > there.positions and of_theirs:
             came = f"{now.positions} positions, and the run has {there.positions}"
+            rule = "transformers' own table keeps its size"
             fix = "add --set model.implementation=megarecipes"
-            yield Problem(
-                "model.positions",
-                came,
-                "transformers' own table keeps its size",
-                fix,
-                where,
-            )
+            yield Problem(key, came, rule, fix, where)
         streamed = any(origin.streamed for origin in now.data.origins)
         if streamed and not anew and now.batch.global_ != there.batch.global_:
             came = f"batch.global={now.batch.global_}, and the run has {there.batch.global_}"
@@ -174,7 +161,9 @@ def with_tokenizer(recipe: Recipe, tokenizer: Tokenizer) -> Recipe:
     return recipe.model_copy(update={"data": data})
 
 
-def choose(recipe: Recipe, grid: ProcessGrid, corpus: str) -> CheckpointChoice:
+def choose(
+    recipe: Recipe, grid: ProcessGrid, corpus: str
+) -> run_checkpoints.CheckpointChoice:
     """Choose the checkpoint that a branch goes on from, if its files are sound. Collective.
 
     `corpus`: checksum of the training tokens. Raises ValueError on every rank: it is damaged, or was trained
@@ -186,17 +175,11 @@ def choose(recipe: Recipe, grid: ProcessGrid, corpus: str) -> CheckpointChoice:
         Path(branch.run) / "checkpoints", branch.step
     )
     own = run_checkpoints.read(directory) if grid.rank == 0 else None
-    found = reading.of_rank_0(own, grid.control_group)
+    found = reading.inspect(own, grid)
     assert found is not None
-    why = (
-        found.why
-        if isinstance(found, DamagedCheckpoint)
-        else reading.problem_of(found, grid)
-    )
-    if why or isinstance(found, DamagedCheckpoint):
-        raise ValueError(
-            f"{FLAG}: {directory}, which the branch goes on from, is damaged: {why}; restore it"
-        )
+    if isinstance(found, run_checkpoints.DamagedCheckpoint):
+        came = f"{directory}, which the branch goes on from, is damaged: {found.why}"
+        raise ValueError(f"{FLAG}: {came}; restore it")
     trained_on = found.manifest.corpus
     goes_on = recipe.sizes_in_data.samples(branch.step)
     if goes_on and trained_on != corpus:
@@ -204,4 +187,4 @@ def choose(recipe: Recipe, grid: ProcessGrid, corpus: str) -> CheckpointChoice:
             f"{FLAG}: {directory} was trained on tokens with CRC-32 {trained_on}, and the recipe's data now "
             f"have {corpus}: restore its files, or read other text with --text or --set data.name"
         )
-    return CheckpointChoice(found)
+    return run_checkpoints.CheckpointChoice(found)

@@ -55,7 +55,6 @@ class Partition:
 
     fragments: tuple[Fragment, ...]
     master: Callable[[], torch.Tensor]
-    dtype: torch.dtype
     open: Callable[[], None] = lambda: None
     close: Callable[[], None] = lambda: None
     write_back: Callable[[], None] = lambda: None
@@ -205,9 +204,10 @@ class EngineState:
         self, kind: str, numbers: torch.Tensor, fragments: Iterable[Fragment]
     ) -> Iterator[Buffer]:
         """Yield what all tensor-parallel ranks hold of a partition."""
-        for parameter, _, offset, elements in fragments:
-            if self.grid.tp > 1 and elements and not is_cut(parameter):
-                part = numbers.detach().view(-1)[offset : offset + elements]
+        for fragment in fragments:
+            parameter = fragment.parameter
+            if self.grid.tp > 1 and fragment.elements and not is_cut(parameter):
+                part = fragment.within(numbers.detach())
                 yield _whole_buffer(kind, parameter, part, "tp")
 
     def owned(self, partition: Partition) -> Iterator[Fragment]:
@@ -228,17 +228,17 @@ class EngineState:
     def held(self, partition: Partition, kinds: Iterable[Kind]) -> list[Kind]:
         """Return those of `kinds` that a partition has: Muon's matrices have one moment."""
         if partition.fragments and hasattr(self.adam, "matrices"):
-            from launch.checkpoints.stored import TensorPlacement
-
-            place = TensorPlacement.of(partition.fragments[0].parameter)
-            if is_hidden_matrix(place.name, len(place.shape)):
+            parameter = partition.fragments[0].parameter
+            # ZeRO-3 leaves an empty tensor behind.
+            shape = getattr(parameter, "ds_shape", parameter.shape)
+            if is_hidden_matrix(canonical_name(parameter), len(shape)):
                 return [kind for kind in kinds if kind != MOMENTS[1]]
         return list(kinds)
 
     def dtype(self, partition: Partition, kind: str) -> torch.dtype:
         """Return the type of the numbers from `read`."""
         if kind == WEIGHT:
-            return partition.dtype
+            return partition.master().dtype
         every = (
             state[kind].dtype for state in self.adam.state.values() if kind in state
         )
@@ -253,9 +253,7 @@ class EngineState:
         self.open(partition)
         master = partition.master()
         buffer = master if kind == WEIGHT else self.adam.state[master][kind]
-        return buffer.detach().view(-1)[
-            fragment.offset : fragment.offset + fragment.elements
-        ]
+        return fragment.within(buffer.detach())
 
     def stale_weights(self) -> Iterator[str]:
         """Yield names of tensors whose weights in the model are not this rank's master weights, rounded.
@@ -357,11 +355,7 @@ class EngineState:
     def _dynamic_scaler(self) -> Any:
         if not self.engine.fp16_enabled():
             return None
-        scaler = (
-            self.zero.loss_scaler
-            if self._master_weights is None
-            else self._master_weights.scaler
-        )
+        scaler = self.zero.loss_scaler
         return scaler if scaler.dynamic else None
 
     def _writes(self, parameter: torch.nn.Parameter) -> bool:
@@ -392,21 +386,18 @@ class EngineState:
         def master() -> torch.Tensor:
             return masters[number]
 
-        dtype = masters[number].dtype
         if not swapped:
-            return Partition(tuple(fragments), master, dtype, write_back=write_back)
+            return Partition(tuple(fragments), master, write_back=write_back)
         read_in = partial(zero._optimizer_states_and_gradient_swap_in, number)
         release = partial(zero._release_swap_buffers, number)
-        return Partition(
-            tuple(fragments), master, dtype, read_in, release, write_back, True
-        )
+        return Partition(tuple(fragments), master, read_in, release, write_back, True)
 
 
 def _flat_group(
     parameters: list[torch.nn.Parameter], master: torch.Tensor
 ) -> Partition:
     """Describe this rank's part of a group's flat master weights under ZeRO 1 and 2."""
-    return Partition(tuple(fragments_of(parameters)), lambda: master, master.dtype)
+    return Partition(tuple(fragments_of(parameters)), lambda: master)
 
 
 def is_cut(parameter: torch.nn.Parameter) -> bool:
@@ -446,6 +437,5 @@ def _joined(buffers: list[Buffer]) -> Buffer:
 
 
 def _whole(parameter: torch.nn.Parameter, master: torch.Tensor) -> Partition:
-    return Partition(
-        (Fragment(parameter, 0, 0, parameter.numel()),), lambda: master, master.dtype
-    )
+    fragment = Fragment(parameter, 0, 0, parameter.numel())
+    return Partition((fragment,), lambda: master)

@@ -72,12 +72,10 @@ def rectangles(
     end = first + count
     while at < end:
         row, column = divmod(at, width)
-        if column or end - at < width:
-            lines = 1
-            taken = min(width - column, end - at)
-        else:
+        taken = min(width - column, end - at)
+        lines = 1
+        if taken == width:
             lines = (end - at) // width
-            taken = width
         bottom = min(top + row + lines, rows)
         right = min(left + column + taken, columns)
         whole = Rectangle(top + row, bottom, left + column, right, at - first, width)
@@ -149,8 +147,6 @@ def _slice(shape: Sequence[int], cut: Cut | None) -> tuple[int, int, int, int]:
     assert cut.dim == 0 or (cut.dim == 1 and len(shape) == 2), (
         f"{cut} of a tensor of {list(shape)}"
     )
-    return (
-        (cut.start, 0, cut.length, columns)
-        if cut.dim == 0
-        else (0, cut.start, rows, cut.length)
-    )
+    if cut.dim == 0:
+        return cut.start, 0, cut.length, columns
+    return 0, cut.start, rows, cut.length

@@ -99,18 +99,11 @@ def _model_faults(directory: Path, held: Manifest) -> Iterator[Fault]:
     more = tuple(name for name in stored if name not in expected)
     if more:
         yield Fault(NAME, "has tensors that the recipe's model has not", more)
-    both = (
-        (name, stored.shape(name), shape)
-        for name, shape in expected.items()
-        if name in stored
-    )
-    for name, has, shape in both:
+    for name, shape in expected.items():
+        has = stored.shape(name) if name in stored else shape
         if has != shape:
-            yield Fault(
-                NAME,
-                f"has shape {list(has)} where the recipe has {list(shape)}",
-                (name,),
-            )
+            came = f"has shape {list(has)} where the recipe has {list(shape)}"
+            yield Fault(NAME, came, (name,))
 
 
 def file_faults(

@@ -15,6 +15,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -37,6 +38,7 @@ from recipes.schema import Recipe
 
 MOST_BYTES = 4 * 2**30  # of a manifest
 SHOWN = 3  # tensors named in each fault
+EVERYWHERE = range(2**63)  # in a slice
 
 Counting = Annotated[int, Field(ge=1, lt=2**63)]
 Form = Literal["canonical", "transformers"]
@@ -80,15 +82,11 @@ class Series:
         """The name of its first file."""
         return file_name(self.rank)
 
-    def pieces(self, within: range | None = None) -> Iterator[Series]:
-        """Yield series of one piece: all, or those that share an element of the slice with `within`."""
+    def pieces(self, within: range = EVERYWHERE) -> Iterator[Series]:
+        """Yield series of one piece: those that share an element of the slice with `within`."""
         end = self.first + self.count
-        low = 0 if within is None else max(0, (within.start - self.first) // self.each)
-        high = (
-            len(self)
-            if within is None
-            else -(-(min(within.stop, end) - self.first) // self.each)
-        )
+        low = max(0, (within.start - self.first) // self.each)
+        high = -(-(min(within.stop, end) - self.first) // self.each)
         for number in range(low, high):
             first = self.first + number * self.each
             count = min(self.each, end - first)
@@ -305,16 +303,12 @@ class Manifest:
             covered = [
                 r for series in tensor.series for r in series.rectangles(tensor.shape)
             ]
-            held = -1 if overlap(covered) else sum(each.elements for each in covered)
-            few = held == math.prod(tensor.shape) and sum(
-                map(len, tensor.series)
-            ) <= len(ranks)
-            pieces = (
-                [rank for series in tensor.series for rank in series.ranks]
-                if few
-                else []
-            )
-            if not few or len({*pieces}) < len(pieces) or not ranks.issuperset(pieces):
+            held = sum(each.elements for each in covered)
+            # one more than may be there: a damaged manifest can state any number
+            holding = chain.from_iterable(series.ranks for series in tensor.series)
+            found = [*islice(holding, len(ranks) + 1)]
+            apart = len(ranks.intersection(found)) == len(found)
+            if held != math.prod(tensor.shape) or overlap(covered) or not apart:
                 yield name
 
 
@@ -399,11 +393,11 @@ def size_fault(directory: Path, held: Manifest, name: str) -> Fault | None:
     told = held.files[name].bytes
     try:
         size = path.stat().st_size
-        came = f"has {size} bytes instead of {told}" if path.is_file() else "is no file"
+        came = f"has {size} bytes instead of {told}"
+        if not path.is_file():
+            came = "is no file"
+        elif size == told:
+            return None
     except OSError as error:
-        size = -1
         came = f"cannot be read ({error.strerror})"
-    sound = size == told and path.is_file()
-    if sound:
-        return None
     return Fault(name, came, tuple(held.held_by(name)))

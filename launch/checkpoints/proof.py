@@ -30,7 +30,7 @@ from launch.checkpoints.stored import StoredTensors, TensorPlacement
 from launch.checkpoints.sums import sums_of
 from launch.deepspeed_fixes.short_steps import Fragment
 from launch.ranks.processes import from_rank_0, merged
-from modeling.initialization import DTYPES, canonical_name, shard_of
+from modeling.initialization import DTYPES, canonical_name
 from recipes.files import FileError
 from recipes.key_paths import NEXT_STEP, changes, flatten
 from recipes.problems import Problem, counted, some
@@ -112,22 +112,20 @@ def check(
     kinds = held.kinds[:1] if weights else held.kinds
     dtype = DTYPES[sample.precision] if weights else torch.float32
     stored = StoredTensors(checkpoint.directory, held)
-    own = ProofReport([], [])
-    for each in _differences(state, stored, kinds, dtype):
-        pieces = [*_differing_pieces(state, stored, each, dtype)]
-        own.differences.append(each._replace(pieces=pieces))
+    differences = [*_differences(state, stored, kinds, dtype)]
+    counts = list[str]()
     if not weights:
-        own.counts.extend(_other_counts(state, held.progress))
-        own.counts.extend(_other_step(held, sample))
+        counts += _other_counts(state, held.progress)
+        counts += _other_step(held, sample)
         if held.next_step is None:
             say(f"{where} holds no sum of the next step: its data are not proven")
     stale = [*state.stale_weights()]
     if stale:
-        own.counts.append(
-            f"the model's weights are not its master weights in {some(stale, SHOWN)}"
-        )
+        which = some(stale, SHOWN)
+        counts.append(f"the model's weights are not its master weights in {which}")
     group = state.grid.control_group
-    reports = merged([own], operator.add, group, list[ProofReport])
+    own = [ProofReport(differences, counts)]
+    reports = merged(own, operator.add, group, list[ProofReport])
     # only rank 0 has the reports of all
     came = [*from_rank_0([*_said(reports)], group), *_other_loss(held, sample)]
     if came:
@@ -186,7 +184,8 @@ def _differences(
     types = {}
     for kind in kinds:
         held_as = [state.dtype(each, kind) for each in state.partitions]
-        types[kind] = coarsest(dtype, *held_as)
+        # that with the fewest digits
+        types[kind] = max(dtype, *held_as, key=lambda each: torch.finfo(each).eps)
     with host_threads() as pool:
         for partition in state.partitions:
             pieces = list(_pieces(state, partition, kinds))
@@ -204,21 +203,21 @@ def _differences(
         dist.all_reduce(joined, group=grid.tensor_group)
         cut = [is_cut(parameters[name]) for _, name in rows]
         table[cut] = joined[cut]
-    for key, row in zip(rows, table.tolist(), strict=True):
-        kind, name = key
+    for (kind, name), row in zip(rows, table.tolist(), strict=True):
         stored = files.manifest.tensors.get(name)
         elements = math.prod(TensorPlacement.of(parameters[name]).shape)
         if stored is None or kind not in stored.sums:
             continue
         if elements != math.prod(stored.shape):
             continue  # of another model's size, which `--init_from` cuts or fills up
-        plain, weighted, squares = row
+        *found, squares = row
         saved = stored.sums[kind]
         was = files.dtype(name, kind)
         most = _tolerances(squares, elements, was, types[kind])
-        errors = abs(plain - saved[0]), abs(weighted - saved[1])
-        if not (errors[0] <= most[0] and errors[1] <= most[1]):
-            yield ProofDifference(kind, name, saved, (plain, weighted), [])
+        errors = map(abs, map(operator.sub, found, saved))
+        if not all(map(operator.le, errors, most)):  # of NaN, too
+            odd = [*_differing_pieces(state, files, kind, name, dtype)]
+            yield ProofDifference(kind, name, saved, (found[0], found[1]), odd)
 
 
 @contextlib.contextmanager
@@ -261,11 +260,6 @@ def squares_of(numbers: Tensor) -> Tensor:
     if not LEAST_NORM < norm < 1 / LEAST_NORM:
         norm = torch.linalg.vector_norm(numbers, dtype=torch.float64)
     return norm.double().square()
-
-
-def coarsest(*types: torch.dtype) -> torch.dtype:
-    """Return the type with the fewest digits."""
-    return max(types, key=lambda each: torch.finfo(each).eps)
 
 
 def _numbers(
@@ -349,29 +343,20 @@ def _what_decides_loss(recipe: Recipe) -> tuple[object, ...]:
 
 
 def _differing_pieces(
-    state: EngineState,
-    stored: StoredTensors,
-    difference: ProofDifference,
-    dtype: torch.dtype,
+    state: EngineState, stored: StoredTensors, kind: Kind, name: str, dtype: torch.dtype
 ) -> Iterator[str]:
     """Yield this rank's pieces of a tensor that differ from the files, in words.
 
     `dtype`: to which the numbers were rounded when they were read.
     """
-    kind = difference.kind
-    full = stored.canonical(difference.name, kind)
     for partition in state.partitions:
         for fragment in partition.fragments:
             parameter, first, _, elements = fragment
-            if canonical_name(parameter) != difference.name:
+            if canonical_name(parameter) != name:
                 continue
-            place = TensorPlacement.of(parameter)
-            theirs = full
-            if place.form != "canonical":
-                shard = shard_of(parameter)
-                theirs = shard.form.to_theirs(full, shard.heads)[0]
-            slice_ = place.slice_of(theirs).reshape(-1)
-            part = slice_[first : first + elements].to(dtype)
+            saved = torch.empty(elements, dtype=torch.float32)
+            stored.fill(saved, TensorPlacement.of(parameter), first, kind)
+            part = saved.to(dtype)
             numbers = _numbers(state, partition, fragment, kind)
             count = elements
             if numbers is not None:

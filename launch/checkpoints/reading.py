@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ from launch.checkpoints.run_checkpoints import (
     DamagedCheckpoint,
 )
 from launch.checkpoints.stored import StoredTensors, TensorPlacement
-from launch.ranks.processes import from_rank_0, merged
+from launch.ranks.processes import from_rank_0, gathered
 from modeling.parallel.process_grid import ProcessGrid
 from recipes import files
 from recipes.schema import Recipe
@@ -35,16 +35,10 @@ def choose(
     """
     every = run_checkpoints.found(root, sizes=False) if grid.rank == 0 else iter(())
 
-    def inspected() -> Iterator[Checkpoint | DamagedCheckpoint]:
-        while candidate := of_rank_0(next(every, None), grid.control_group):
-            if isinstance(candidate, Checkpoint):
-                other = inspection.other_recipe(candidate.manifest, recipe)
-                why = other or problem_of(candidate, grid)
-                if why:
-                    candidate = DamagedCheckpoint(candidate.directory, why)
-            yield candidate
+    def inspected() -> Checkpoint | DamagedCheckpoint | None:
+        return inspect(next(every, None), grid, recipe)
 
-    chosen = run_checkpoints.first_whole(inspected())
+    chosen = run_checkpoints.first_whole(iter(inspected, None))
     if (
         chosen.checkpoint
         and (trained_on := chosen.checkpoint.manifest.corpus) != corpus
@@ -61,6 +55,24 @@ def choose(
             f"restore one, or begin a new run with --out.{lines}"
         )
     return chosen
+
+
+def inspect(
+    own: Checkpoint | DamagedCheckpoint | None,
+    grid: ProcessGrid,
+    recipe: Recipe | None = None,
+) -> Checkpoint | DamagedCheckpoint | None:
+    """Return what rank 0 has found, with the damage of its files. Collective.
+
+    `recipe`: the run's, if the checkpoint's has not been compared with it.
+    """
+    found = of_rank_0(own, grid.control_group)
+    if isinstance(found, Checkpoint):
+        other = recipe and inspection.other_recipe(found.manifest, recipe)
+        why = other or problem_of(found, grid)
+        if why:
+            return DamagedCheckpoint(found.directory, why)
+    return found
 
 
 def of_rank_0(
@@ -84,26 +96,19 @@ def problem_of(candidate: Checkpoint, grid: ProcessGrid) -> str | None:
     """Read a checkpoint's files; return the damage, also of their numbers, or None. Collective."""
     held = candidate.manifest
     mine = sorted(held.files)[grid.rank :: dist.get_world_size()]
-    # which rank 0 has read
-    blind = not files.is_file(candidate.directory / NAME)
-    each = (
-        inspection.file_faults(candidate.directory, held, name)
-        for name in mine
-        if not blind
-    )
-    own = [grid.rank] * blind, [str(fault) for faults in each for fault in faults]
-    told = merged(
-        own,
-        lambda one, other: (one[0] + other[0], one[1] + other[1]),
-        grid.control_group,
-    )
-    blinded, problems = from_rank_0(told, grid.control_group)
+    own = None
+    if files.is_file(candidate.directory / NAME):  # which rank 0 has read
+        own = list[str]()
+        for name in mine:
+            own += map(str, inspection.file_faults(candidate.directory, held, name))
+    told = gathered(own, grid.control_group)
+    blinded = [rank for rank, faults in enumerate(told) if faults is None]
     if blinded:
         raise ValueError(
             f"ranks {blinded} do not see {candidate.directory}: the run directory (--out) must be on a "
             "file system that all machines share"
         )
-    return "; ".join(problems) or None
+    return "; ".join(chain.from_iterable(filter(None, told))) or None
 
 
 @torch.no_grad()
@@ -126,10 +131,7 @@ def load(state: EngineState, checkpoint: Checkpoint) -> None:
         for fragment in partition.fragments:
             place = TensorPlacement.of(fragment.parameter)
             for kind, buffer in buffers.items():
-                target = buffer.view(-1)[
-                    fragment.offset : fragment.offset + fragment.elements
-                ]
-                stored.fill(target, place, fragment.first, kind)
+                stored.fill(fragment.within(buffer), place, fragment.first, kind)
         state.write_back()
     state.finish()
     state.set_scaler(progress.loss_scaler)

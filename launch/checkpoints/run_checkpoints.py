@@ -94,10 +94,8 @@ def read(directory: Path, sizes: bool = True) -> Checkpoint | DamagedCheckpoint:
 
 def named(root: Path) -> list[Path]:
     """Return the directories below `root` that are named as checkpoints, the newest first. Reads no file."""
-    every = [
-        (step_of(entry), entry) for entry in root.glob("step-*") if _is_named(entry)
-    ]
-    return [entry for _, entry in sorted(every, reverse=True)]
+    every = filter(_is_named, root.glob("step-*"))
+    return sorted(every, key=lambda path: (step_of(path) or 0, path), reverse=True)
 
 
 def _is_named(path: Path) -> bool:

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,30 +41,25 @@ if TYPE_CHECKING:
 SPARE = 0.1  # share of a machine's memory that a copy of the state must leave free
 
 
+@dataclass
 class Saver:
     """The saver of one engine's state below `root`. Its methods are collective."""
 
-    def __init__(
-        self,
-        state: EngineState,
-        plan: Plan,
-        grid: ProcessGrid,
-        root: Path,
-        listener: SilentRecorder,
-    ):
-        self.state = state
-        self.plan = plan
-        self.grid = grid
-        self.root = root
-        self.listener = listener
+    state: EngineState
+    plan: Plan
+    grid: ProcessGrid
+    root: Path
+    listener: SilentRecorder
+
+    def __post_init__(self) -> None:
         self.problem: str | None = None  # of the last completed save
         self._pending: Pending | None = None
         self._remover = ThreadPoolExecutor(1)  # of old checkpoints, on rank 0
         self._removed: Future[None] | None = None
         self._warned = False
         self._staging: Staging | None = None
-        if grid.rank == 0:
-            run_checkpoints.remove_remains(root)
+        if self.grid.rank == 0:
+            run_checkpoints.remove_remains(self.root)
 
     def save(
         self,

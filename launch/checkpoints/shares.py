@@ -30,7 +30,6 @@ from launch.checkpoints.names import Kind
 from launch.checkpoints.stored import TensorPlacement
 from launch.checkpoints.sums import sums_of
 from launch.checkpoints.tensor_file import TensorEntry
-from launch.deepspeed_fixes.short_steps import Fragment
 
 STAGING_BYTES = 256 << 20  # of pinned memory
 Tensors = dict[str, ListedTensor]
@@ -88,11 +87,7 @@ def contents(
 
     `sums` gets the sums of each entry when it is copied or written.
     """
-
-    def add_up(key: str, fragment: Fragment, numbers: torch.Tensor) -> None:
-        if sums is not None:
-            sums[key] = sums_of(numbers, fragment.parameter, fragment.first)
-
+    sums = {} if sums is None else sums
     entries: list[TensorEntry] = []
     tensors: Tensors = {}
     for partition in state.partitions:
@@ -106,17 +101,22 @@ def contents(
             for kind in state.held(partition, kinds):
                 read = partial(state.read, partition, fragment, kind)
                 dtype = state.dtype(partition, kind)
+                shape = (fragment.elements,)
                 key = f"{kind}/{place.name}"
-                entries.append(
-                    TensorEntry(
-                        key,
-                        dtype,
-                        (fragment.elements,),
-                        read,
-                        partial(add_up, key, fragment),
-                    )
-                )
+                seen = partial(add_up, sums, key, fragment.parameter, fragment.first)
+                entries.append(TensorEntry(key, dtype, shape, read, seen))
     return entries, tensors
+
+
+def add_up(
+    sums: Sums,
+    key: str,
+    parameter: torch.nn.Parameter,
+    first: int,
+    numbers: torch.Tensor,
+) -> None:
+    """Add the sums of an entry's numbers, elements of `parameter` from `first` on, to `sums`."""
+    sums[key] = sums_of(numbers, parameter, first)
 
 
 def with_sums(tensors: Tensors, sums: Sums) -> Tensors:
@@ -154,9 +154,8 @@ class Staging:
             return replace(entry, read=lambda: held)
         entry.seen(numbers)
         if not len(self._pinned):
-            self._pinned = accelerator.pin_memory(
-                torch.empty(STAGING_BYTES, dtype=torch.uint8)
-            )
+            plain = torch.empty(STAGING_BYTES, dtype=torch.uint8)
+            self._pinned = accelerator.pin_memory(plain)
         parts = (
             each.view(-1).view(torch.uint8).split(STAGING_BYTES)
             for each in (numbers, held)

@@ -13,7 +13,6 @@ import torch
 
 from launch.checkpoints import manifest
 from launch.checkpoints.geometry import Copy, Cut, copies, rectangles
-from launch.checkpoints.manifest import Form, ListedTensor, Manifest
 from launch.checkpoints.names import WEIGHT
 from launch.checkpoints.tensor_file import DTYPES, Reader
 from modeling.initialization import Shard, canonical_name, padded_slice, shard_of
@@ -31,7 +30,7 @@ class TensorPlacement(NamedTuple):
     """A slice of a full tensor; `shape`: of the full tensor, unpadded; `cut` None: all of it."""
 
     name: str
-    form: Form
+    form: manifest.Form
     shape: tuple[int, ...]
     cut: Cut | None
 
@@ -42,14 +41,15 @@ class TensorPlacement(NamedTuple):
         shard = shard_of(parameter)
         # ZeRO-3 leaves an empty tensor behind.
         shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
-        if shard is None:
-            return cls(name, "canonical", shape, None)
-        if not isinstance(shard, Shard):
-            form: Form = "canonical" if shard.is_canonical else "transformers"
-            return cls(name, form, shape, None)
-        length = shape[shard.dim]
-        full = (*shape[: shard.dim], shard.entries, *shape[shard.dim + 1 :])
-        return cls(name, "canonical", full, Cut(shard.dim, shard.rank * length, length))
+        form: manifest.Form = "canonical"
+        cut = None
+        if isinstance(shard, Shard):
+            length = shape[shard.dim]
+            shape = (*shape[: shard.dim], shard.entries, *shape[shard.dim + 1 :])
+            cut = Cut(shard.dim, shard.rank * length, length)
+        elif shard is not None and not shard.is_canonical:
+            form = "transformers"
+        return cls(name, form, shape, cut)
 
     def slice_of(self, full: torch.Tensor) -> torch.Tensor:
         """Cut the slice from a full tensor; padding is zero."""
@@ -62,7 +62,7 @@ class StoredTensors(Mapping[str, torch.Tensor]):
     """A map of a checkpoint's tensors of one kind, read on access: full, canonical, float32."""
 
     def __init__(
-        self, directory: Path, held: Manifest | None = None, kind: str = WEIGHT
+        self, directory: Path, held: manifest.Manifest | None = None, kind: str = WEIGHT
     ):
         """Open the checkpoint; `held`: its manifest, if it was read. Raises FileError."""
         self.directory = directory
@@ -98,14 +98,8 @@ class StoredTensors(Mapping[str, torch.Tensor]):
         """Read the full canonical tensor in float32. Raises KeyError for an unknown name."""
         stored = self.manifest.tensors[name]
         full = torch.empty(stored.shape, dtype=torch.float32)
-        self._copy(
-            full.view(-1),
-            name,
-            kind,
-            stored,
-            TensorPlacement(name, stored.form, stored.shape, None),
-            0,
-        )
+        place = TensorPlacement(name, stored.form, stored.shape, None)
+        self._copy(full.view(-1), place, 0, kind)
         if stored.form == "canonical":
             return full
         form, heads = self._forms[name]
@@ -146,28 +140,25 @@ class StoredTensors(Mapping[str, torch.Tensor]):
             came = f"{place.name} has shape {list(shape)}"
             files.refuse(self.directory, came, f"the model's has {list(place.shape)}")
         if full is None:
-            self._copy(target, place.name, kind, stored, place, first)
+            self._copy(target, place, first, kind)
         else:
             target.copy_(
                 place.slice_of(full).reshape(-1)[first : first + target.numel()]
             )
 
     def _copy(
-        self,
-        target: torch.Tensor,
-        name: str,
-        kind: str,
-        stored: ListedTensor,
-        place: TensorPlacement,
-        first: int,
+        self, target: torch.Tensor, place: TensorPlacement, first: int, kind: str
     ) -> None:
-        wanted = rectangles(stored.shape, place.cut, first, target.numel())
+        """Fill as `fill` does from a tensor in the form and shape of `place`."""
+        shape = place.shape
+        wanted = rectangles(shape, place.cut, first, target.numel())
         if sum(each.elements for each in wanted) < target.numel():
             target.zero_()
-        for part, series in product(wanted, stored.series):
-            for piece in series.pieces_around(stored.shape, part):
-                for copy in copies(piece.rectangles(stored.shape), [part]):
-                    self._copy_rectangle(target, piece.file, f"{kind}/{name}", copy)
+        key = f"{kind}/{place.name}"
+        for part, series in product(wanted, self.manifest.tensors[place.name].series):
+            for piece in series.pieces_around(shape, part):
+                for copy in copies(piece.rectangles(shape), [part]):
+                    self._copy_rectangle(target, piece.file, key, copy)
 
     def _copy_rectangle(
         self, target: torch.Tensor, file: str, key: str, copy: Copy

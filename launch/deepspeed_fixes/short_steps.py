@@ -68,6 +68,10 @@ class Fragment(NamedTuple):
     offset: int
     elements: int
 
+    def within(self, partition: torch.Tensor) -> torch.Tensor:
+        """Return these elements of a partition's tensor, flat."""
+        return partition.view(-1)[self.offset : self.offset + self.elements]
+
 
 def fragments_of(group: Sequence[torch.nn.Parameter]) -> list[Fragment]:
     """List what lies of a group's parameters in this rank's flat partition under ZeRO 1 and 2."""

@@ -209,7 +209,7 @@ class MasterWeights(DeepSpeedOptimizer):  # type: ignore[misc]  # has no types
         self.optimizer = optimizer
         self.mpu = mpu
         self.clip = clip
-        self.scaler = scaler
+        self.loss_scaler = scaler
         self.skips_overflow = skips_overflow
         self.overflow = False
         self._global_grad_norm = 0.0
@@ -222,7 +222,7 @@ class MasterWeights(DeepSpeedOptimizer):  # type: ignore[misc]  # has no types
 
     @property
     def cur_scale(self) -> float:
-        scale: float = self.scaler.cur_scale
+        scale: float = self.loss_scaler.cur_scale
         return scale
 
     @property
@@ -234,7 +234,7 @@ class MasterWeights(DeepSpeedOptimizer):  # type: ignore[misc]  # has no types
         return self.optimizer.state
 
     def _update_scale(self, has_overflow: bool = False) -> None:
-        self.scaler.update_scale(has_overflow)
+        self.loss_scaler.update_scale(has_overflow)
 
     @torch.no_grad()
     def take_gradients(self) -> None:

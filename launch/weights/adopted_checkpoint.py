@@ -30,9 +30,7 @@ from launch.checkpoints.manifest import (
     kinds_after,
 )
 from launch.checkpoints.names import MOMENTS, Kind
-from launch.checkpoints.shares import Sums, with_sums
-from launch.checkpoints.sums import sums_of
-from launch.checkpoints.tensor_file import TensorEntry
+from launch.checkpoints.shares import Sums, add_up, with_sums
 from launch.machine import description
 from launch.weights.deepspeed_weights import NAMES, OfDeepSpeed
 from modeling.families import meta_parameters
@@ -93,13 +91,10 @@ def write(
 
 def _contents(
     saved: OfDeepSpeed, plan: Plan, kinds: tuple[Kind, ...], sums: Sums, bound: float
-) -> tuple[list[TensorEntry], dict[str, ListedTensor]]:
+) -> tuple[list[tensor_file.TensorEntry], dict[str, ListedTensor]]:
     """Return the entries of the one file, and the tensors in it; `sums` gets those of each entry."""
     where = saved.state.where
     by_kind = {kind: saved.canonical(plan.recipe, NAMES[kind]) for kind in kinds}
-
-    def add_up(key: str, parameter: torch.nn.Parameter, numbers: Tensor) -> None:
-        sums[key] = sums_of(numbers, parameter, 0)
 
     def read(kind: Kind, name: str) -> Tensor:
         numbers = by_kind[kind][name]
@@ -119,8 +114,10 @@ def _contents(
         for kind in kinds:
             key = f"{kind}/{name}"
             reading = partial(read, kind, name)
-            seen = partial(add_up, key, parameter)
-            entries.append(TensorEntry(key, torch.float32, (elements,), reading, seen))
+            seen = partial(add_up, sums, key, parameter, 0)
+            entries.append(
+                tensor_file.TensorEntry(key, torch.float32, (elements,), reading, seen)
+            )
     return entries, tensors
 
 

@@ -8,7 +8,7 @@ import math
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -322,35 +322,28 @@ class Adoption(StartingModel):
     def with_remarks(
         self, plan: Plan, texts: Sequence[str], rate_after: RateAfter
     ) -> Plan:
-        """Return the plan with remarks on the run. Raises ProblemsError: it does not fit the plan's recipe.
+        """Return the plan with remarks on the run, also where the schedule's next learning rate is another.
 
+        Raises ProblemsError: it does not fit the plan's recipe, or the files alone decided the schedule.
         `texts`: of --set; `rate_after`: (recipe, completed steps) -> the next learning rate.
         """
         recipe = plan.recipe
         rate = rate_after(recipe, self.state.steps - self.state.skipped)
         notices = [*plan.notices]
         notices += self.check(recipe)
-        notices += self._other_rate(recipe, texts, rate)
-        return replace(plan, notices=tuple(notices))
-
-    def _other_rate(
-        self, recipe: Recipe, texts: Sequence[str], rate: float
-    ) -> Iterator[Notice]:
-        """Yield a remark where the schedule's next learning rate is not the run's.
-
-        Raises ProblemsError where the files alone decided the schedule.
-        """
         theirs = self.theirs.rate
-        if abs(rate - theirs) <= RATE * abs(theirs):
-            return
-        gives = f"{recipe.schedule.kind} gives {rate:.7g}"
-        came = f"the learning rate of its next step is {theirs:.7g}, and {gives}"
-        keys = [key_of(each) for each in texts]
-        if not any(is_part(key, ("schedule", "optimizer", "steps")) for key in keys):
-            fix = "say the schedule with --set schedule.kind=... and its other keys"
-            rule = "its files state another schedule"
-            raise self.error(Problem("schedule", came, rule, fix))
-        yield Notice("adopt", f"adopted: {came}")
+        if abs(rate - theirs) > RATE * abs(theirs):
+            gives = f"{recipe.schedule.kind} gives {rate:.7g}"
+            came = f"the learning rate of its next step is {theirs:.7g}, and {gives}"
+            keys = map(key_of, texts)
+            if not any(
+                is_part(key, ("schedule", "optimizer", "steps")) for key in keys
+            ):
+                fix = "say the schedule with --set schedule.kind=... and its other keys"
+                rule = "its files state another schedule"
+                raise self.error(Problem("schedule", came, rule, fix))
+            notices.append(Notice("adopt", f"adopted: {came}"))
+        return replace(plan, notices=tuple(notices))
 
 
 def _listed(values: Mapping[str, Any]) -> str:

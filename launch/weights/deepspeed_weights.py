@@ -18,7 +18,6 @@ from launch.weights.foreign_weights import (
 from modeling.families import conversion_of
 from modeling.formats.deepspeed import states
 from modeling.formats.deepspeed.files import CONFIG, expect, whole_optimizer
-from modeling.formats.deepspeed.states import DeepSpeedState, TheirParameter
 from modeling.formats.huggingface.config_forms import FORMS
 from modeling.formats.megatron.checkpoint import (
     UNREAD,
@@ -53,7 +52,7 @@ class OfDeepSpeed(Saved):
 
     stated: Mapping[str, Any]
 
-    def __init__(self, directory: Path, state: DeepSpeedState):
+    def __init__(self, directory: Path, state: states.DeepSpeedState):
         super().__init__(directory)
         self.state = state
 
@@ -79,7 +78,7 @@ class DeepSpeedWeights(OfDeepSpeed, TransformersWeights):
         return _config_by_shapes(self.directory, self.state.parameters)
 
     @property
-    def _state_dict(self) -> Mapping[str, TheirParameter]:  # type: ignore[override] # read on use
+    def _state_dict(self) -> Mapping[str, states.TheirParameter]:  # type: ignore[override] # read on use
         return self.state.parameters
 
     def words(self, model: Model) -> MessageWords:
@@ -112,11 +111,9 @@ class DeepSpeedMegatronWeights(OfDeepSpeed, MegatronWeights):
         return self._of(kind).weights(recipe.model)
 
     def _of(self, kind: str) -> MegatronCheckpoint:
-        tensors = {}
-        for name, parameter in self.state.parameters.items():
-            tensors[name] = parameter.read(kind)
-        sliced = self.state.slices > 1
-        return of_universal(self.state.where, self.state.stated, tensors, sliced)
+        state = self.state
+        tensors = {name: each.read(kind) for name, each in state.parameters.items()}
+        return of_universal(state.where, state.stated, tensors, state.slices > 1)
 
 
 def open_run(directory: Path) -> OfDeepSpeed:
@@ -138,7 +135,7 @@ def open_run(directory: Path) -> OfDeepSpeed:
 
 
 def _config_by_shapes(
-    directory: Path, parameters: Mapping[str, TheirParameter]
+    directory: Path, parameters: Mapping[str, states.TheirParameter]
 ) -> dict[str, Any]:
     """Describe a model by its tensors; they do not say the number of heads. Raises FileError."""
     for kind, (words, positions) in KNOWN_BY.items():
@@ -146,11 +143,7 @@ def _config_by_shapes(
             continue
         named = "megatron-bert" if PRE_NORM in parameters else kind
         form = next(each for each in FORMS if each.model_type == named)
-        layers = set()
-        for name in parameters:
-            match = LAYER.match(name)
-            if match:
-                layers.add(match[1])
+        layers = {match[1] for match in map(LAYER.match, parameters) if match}
         rows, hidden = parameters[words].shape
         sizes = {
             "model.layers": len(layers),

@@ -111,7 +111,8 @@ def export(  # noqa: PLR0913
         computed = recipe.model.task_head == "none"
         if computed and (compare_logits or needed <= free):
             batch = RandomBatch.of(recipe)
-            ours = our_logits(recipe, _in_type(master, kind), batch)
+            rounded = LazyWeights(master, lambda name: master[name].to(kind))
+            ours = our_logits(recipe, rounded, batch)
             if dtype != "float32":
                 rounding = _largest(ours, our_logits(recipe, master, batch))
             difference = compare(
@@ -121,14 +122,17 @@ def export(  # noqa: PLR0913
             compare_tensors(
                 recipe, master, kind, files, temporary, checkpoint.directory
             )
-    how = difference, rounding, needed, free, left_out
     return Export(
         out,
         checkpoint.directory,
         checkpoint.step,
         dtype,
         len(set(files.values())),
-        *how,
+        difference,
+        rounding,
+        needed,
+        free,
+        left_out,
     )
 
 
@@ -267,9 +271,12 @@ def model_config(
 ) -> PretrainedConfig:
     """Return the config.json of the recipe's model in `transformers`."""
     conversion = conversion_of(recipe.model)
-    special = dict(end=tokenizer.eos_token_id, pad=tokenizer.pad_token_id or 0)
     config = conversion.config(
-        recipe.model, recipe.positions, recipe.dropout, **special
+        recipe.model,
+        recipe.positions,
+        recipe.dropout,
+        end=tokenizer.eos_token_id,
+        pad=tokenizer.pad_token_id or 0,
     )
     config.architectures = [conversion.class_name(recipe.model)]
     config.dtype = dtype
@@ -303,7 +310,7 @@ def write_facts(
     checkpoint: Checkpoint, recipe: Recipe, directory: Path, **facts: Any
 ) -> None:
     """Write export.json, which says what was exported."""
-    of_recipe = dict(recipe_digest=catalog.digest(recipe), title=recipe.title)
+    of_recipe = {"recipe_digest": catalog.digest(recipe), "title": recipe.title}
     text = json.dumps({"step": checkpoint.step, **of_recipe, **facts}, indent=2)
     (directory / "export.json").write_text(text + "\n")
 
@@ -334,13 +341,6 @@ class ConvertedTensors:
             parts = entry.form.to_theirs(self._tensors[entry.ours], self._heads)
             self._made[entry.ours] = [part.to(self._dtype) for part in parts]
         return self._made[entry.ours][index]
-
-
-def _in_type(weights: Tensors, dtype: torch.dtype) -> LazyWeights:
-    """Round the weights to `dtype`."""
-    return LazyWeights(
-        {name: partial(lambda n: weights[n].to(dtype), name) for name in weights}
-    )
 
 
 def their_logits(recipe: Recipe, directory: Path, batch: RandomBatch) -> Logits:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ import torch
 
 from launch.checkpoints import inspection, run_checkpoints
 from launch.checkpoints.names import WEIGHT
-from launch.checkpoints.run_checkpoints import DamagedCheckpoint
+from launch.checkpoints.run_checkpoints import Checkpoint, DamagedCheckpoint
 from launch.checkpoints.stored import StoredTensors
 from launch.ranks import processes
 from modeling.families import (
@@ -195,9 +195,8 @@ def _form_problems(
         fix = "give them as they were before they were packed"
         yield Problem(KEY, f"holds {some(packed, SHOWN)}", rule, fix)
     elif differing:
-        came = f"holds {some(differing, SHOWN)}"
         rule = f"that is its shape by {words.source}"
-        yield Problem(KEY, came, rule, words.fix)
+        yield Problem(KEY, f"holds {some(differing, SHOWN)}", rule, words.fix)
 
 
 def _why_missing(names: Sequence[str]) -> tuple[str, str]:
@@ -220,11 +219,9 @@ def saved_in(directory: str | Path) -> Saved:
     stated = is_file(path / "config.json")
     if is_file(path / nanogpt.FILE) and not stated:
         return NanoGptWeights(path)
-    return (
-        MegatronWeights(path)
-        if files.is_checkpoint(path)
-        else TransformersWeights(path)
-    )
+    if files.is_checkpoint(path):
+        return MegatronWeights(path)
+    return TransformersWeights(path)
 
 
 def read(directory: str | Path, recipe: Recipe) -> LazyWeights:
@@ -254,11 +251,8 @@ class TransformersWeights(Saved):
     def config(self, vocabulary: int | None) -> Mapping[str, Any]:
         """Read config.json; rows that pad a vocabulary of so many tokens are left out."""
         more = 0 if vocabulary is None else self.rows - vocabulary
-        padded = (
-            0 < more < SMALLEST_PADDING
-            and self.rows not in PUBLISHED_VOCABULARIES.values()
-        )
-        if padded:
+        published = self.rows in PUBLISHED_VOCABULARIES.values()
+        if 0 < more < SMALLEST_PADDING and not published:
             return {**self._config, "vocab_size": vocabulary}
         return self._config
 
@@ -277,14 +271,13 @@ class TransformersWeights(Saved):
     def expected(self, recipe: Recipe) -> Mapping[str, tuple[str, torch.Size]]:
         whole = with_vocabulary(recipe, max(self.rows, recipe.model.vocab_size))
         meta = meta_parameters(whole)
-        heads = recipe.model.heads
-        return {
-            name: (ours, part.shape)
-            for ours, theirs, form in conversion_of(recipe.model).name_map(recipe.model)
-            for name, part in zip(
-                theirs, form.to_theirs(meta[ours], heads), strict=True
-            )
-        }
+        model = recipe.model
+        expected = {}
+        for ours, theirs, form in conversion_of(model).name_map(model):
+            parts = form.to_theirs(meta[ours], model.heads)
+            for name, part in zip(theirs, parts, strict=True):
+                expected[name] = ours, part.shape
+        return expected
 
     def words(self, model: Model) -> MessageWords:
         kind = conversion_of(model).class_name(model)
@@ -357,16 +350,13 @@ class MegatronWeights(Saved):
 
     def expected(self, recipe: Recipe) -> Mapping[str, tuple[str, torch.Size]]:
         meta = meta_parameters(recipe)
-        shapes = {
-            name: (ours, meta[ours].shape)
-            for ours, name in names.name_map(recipe.model).items()
-        }
-        for name in names.WITH_PADDING & shapes.keys() & self.checkpoint.tensors.keys():
-            ours, (rows, *rest) = shapes[name]
-            shapes[name] = (
-                ours,
-                torch.Size((max(rows, self.checkpoint.tensors[name].shape[0]), *rest)),
-            )
+        tensors = self.checkpoint.tensors
+        shapes = {}
+        for ours, name in names.name_map(recipe.model).items():
+            rows, *rest = meta[ours].shape
+            if name in names.WITH_PADDING and name in tensors:
+                rows = max(rows, tensors[name].shape[0])
+            shapes[name] = ours, torch.Size((rows, *rest))
         return shapes
 
     @property
@@ -411,13 +401,11 @@ class RunWeights(Saved):
         return run_forms()
 
     @cached_property
-    def _found(
-        self,
-    ) -> tuple[run_checkpoints.Checkpoint, tuple[DamagedCheckpoint, ...]]:
+    def _found(self) -> tuple[Checkpoint, tuple[DamagedCheckpoint, ...]]:
         return run_checkpoints.newest_whole(self.directory)
 
     @property
-    def checkpoint(self) -> run_checkpoints.Checkpoint:
+    def checkpoint(self) -> Checkpoint:
         return self._found[0]
 
     @property
@@ -431,23 +419,16 @@ class RunWeights(Saved):
         held = self.checkpoint.manifest
         fault = inspection.recipe_fault(directory, held)
         if fault:
-            refuse(
-                directory,
-                str(fault),
-                "a run keeps its recipe, and one of the two was changed",
-                RESTORE,
-            )
+            rule = "a run keeps its recipe, and one of the two was changed"
+            refuse(directory, str(fault), rule, RESTORE)
         return Recipe.model_validate(held.recipe)
 
     def config(self, vocabulary: int | None) -> Mapping[str, Any]:
         form = form_of(self.recipe.model, self.forms)
         assert form is not None, "every model of a recipe has one"
         own = dict(flatten(self.recipe.model_dump()))
-        return {
-            "model_type": form.model_type,
-            **own,
-            "model.positions": self.recipe.positions,
-        }
+        own["model.positions"] = self.recipe.positions
+        return {"model_type": form.model_type, **own}
 
     def stored(self, model: Model) -> Mapping[str, torch.Tensor]:
         """Return the tensors' shapes; a file with another type is found damaged when it is read."""
@@ -488,14 +469,11 @@ class RunWeights(Saved):
         meta = meta_parameters(recipe)
 
         def usable(name: str) -> bool:  # a head of other classes is another task's
-            return name in meta and (
-                not name.startswith(NEW_HEADS)
-                or stored.shape(name) == tuple(meta[name].shape)
-            )
+            if name not in meta or not name.startswith(NEW_HEADS):
+                return name in meta
+            return stored.shape(name) == meta[name].shape
 
-        return LazyWeights(
-            {name: partial(stored.__getitem__, name) for name in stored if usable(name)}
-        )
+        return LazyWeights(filter(usable, stored), stored.__getitem__)
 
     def damage(self, weights: LazyWeights) -> list[Problem]:
         return inspection.faults_of_kinds(self.checkpoint.directory, (WEIGHT,), RESTORE)

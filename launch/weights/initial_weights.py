@@ -35,6 +35,7 @@ from recipes.yaml_lines import parse
 SAVED = "give a directory that save_pretrained or export_hf.py wrote, a run, or a checkpoint of Megatron"
 TOKENIZERS = {size: kind for kind, size in PUBLISHED_VOCABULARIES.items()}
 SHARED = "model.shared_layers"
+KIND = "data.tokenizer.kind"
 ARGUMENTS = "--weights_args"
 # of a size in a config.json, so that a product of two is still an integer of torch
 LARGEST = 10**8
@@ -55,11 +56,9 @@ class GivenModel:
         known = {form.model_type: form for form in forms}
         form = known.get(kind) if isinstance(kind, str) else None
         if form is None:
-            came = (
-                "config.json names no model_type"
-                if kind is None
-                else f"is a model of type {shown(kind)}"
-            )
+            came = f"is a model of type {shown(kind)}"
+            if kind is None:
+                came = "config.json names no model_type"
             fix = f"the types that can be trained here are {', '.join(known)}"
             raise FileError.of(KEY, came, fix=fix)
         sizes = {}
@@ -98,12 +97,8 @@ class GivenModel:
 
         The recipe decides about a sentence head.
         """
-        dense = {
-            "attention": ("dense",),
-            "attention_window": None,
-            "attention_columns": None,
-        }
-        values = {**self.model_values, **dense}
+        values = {**self.model_values, "attention": ("dense",)}
+        values |= dict.fromkeys(("attention_window", "attention_columns"))
         values["layer_norm"] = self.form.layer_norm or recipe.model.layer_norm
         if self.form.family != recipe.model.family:
             values["sentence_head"] = "none"
@@ -114,19 +109,16 @@ class GivenModel:
 
     def differences(
         self, recipe: Recipe, own: ConfigForm | None, advice: str
-    ) -> Iterator[Problem]:
-        """Yield its differences from a recipe, whose form is `own`; the last has the flags that mend all."""
-        values = {
-            **dict(flatten(recipe.model_dump())),
-            "model.positions": recipe.positions,
-        }
-        problems = (
-            []
-            if self.form == own
-            else [_other_kind(self.form.model_type, recipe.model, own)]
-        )
+    ) -> list[Problem]:
+        """Return its differences from a recipe, whose form is `own`; the last has the flags that mend all."""
+        values = dict(flatten(recipe.model_dump()))
+        values["model.positions"] = recipe.positions
+        problems = []
+        if self.form != own:
+            problems.append(_other_kind(self.form.model_type, recipe.model, own))
         sets: dict[str, Any] = self._settings(values)
-        if self.shared_layers != values[SHARED]:
+        shares = self.shared_layers != values[SHARED]
+        if shares:
             rule = "layers that share their parameters are not layers of their own"
             came = f"has {SHARED}={self.shared_layers}, and the recipe {values[SHARED]}"
             problems.append(Problem(KEY, came, rule))
@@ -134,78 +126,62 @@ class GivenModel:
             if size != values[key]:
                 follows = key == "model.positions" and recipe.model.positions is None
                 here = f"{'sequence_length' if follows else key} is {values[key]}"
-                problems.append(
-                    Problem(
-                        KEY,
-                        f"{self.form.shape[key][0]}={size}, but the recipe's {here}",
-                    )
-                )
+                came = f"{self.form.shape[key][0]}={size}, but the recipe's {here}"
+                problems.append(Problem(KEY, came))
                 sets[key] = size
         positions = sets.get("model.positions", recipe.positions)
         if positions < recipe.sequence_length:  # samples end with the positions
             sets |= {"model.positions": None, "sequence_length": positions}
             if recipe.model.positions is None:
                 del sets["model.positions"]
-        if self.shared_layers != values[SHARED]:
+        if shares:
             sets[SHARED] = self.shared_layers
         asked = " ".join(
             f"--set {key}={_setting(value)}" for key, value in sets.items()
         )
-        yield from problems[:-1]
         fix = advice.format(flags=asked, keys=", ".join(sets))
-        yield from (replace(last, fix=fix) for last in problems[-1:])
+        if problems:
+            problems[-1] = replace(problems[-1], fix=fix)
+        return problems
 
     def _settings(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings of a recipe with these values for a model of this form, besides its shape."""
         form = self.form
         vocabulary = self.shape["model.vocab_size"]
-        wanted: dict[str, Any] = (
-            {"model.layer_norm": form.layer_norm} if form.layer_norm else {}
-        )
+        wanted = dict[str, Any]()
+        if form.layer_norm:
+            wanted["model.layer_norm"] = form.layer_norm
         if form.family != values["model.family"]:
             facts = FAMILIES[form.family]
-            kind = TOKENIZERS.get(vocabulary, facts.trained)
-            wanted |= {
-                "model.family": form.family,
-                **facts.settings,
-                "data.tokenizer.kind": kind,
-            }
+            wanted |= {"model.family": form.family, **facts.settings}
+            wanted[KIND] = TOKENIZERS.get(vocabulary, facts.trained)
         elif vocabulary != values["model.vocab_size"] and vocabulary in TOKENIZERS:
-            wanted["data.tokenizer.kind"] = TOKENIZERS[vocabulary]
+            wanted[KIND] = TOKENIZERS[vocabulary]
         return {key: value for key, value in wanted.items() if values[key] != value}
 
     def fixed(self, config: Mapping[str, Any]) -> Iterator[Problem]:
         """Yield problems of settings in a description that our models have without a switch."""
-        allowed_by_key = {
-            key: (allowed, allowed[0]) for key, allowed in self.form.fixed.items()
-        }
         width, standard = self.form.width
         wide = 4 * self.shape["model.hidden"]
-        allowed_by_key[width] = ((wide,) if standard else (wide, None), standard)
-        for key, (allowed, default) in allowed_by_key.items():
-            value = config.get(key, default)
+        fixed = {**self.form.fixed, width: (wide,) if standard else (wide, None)}
+        defaults = {width: standard}
+        for key, allowed in fixed.items():
+            value = config.get(key, defaults.get(key, allowed[0]))
             if value not in allowed:
                 rule = f"our {self.form.family} has {shown(allowed[0])}, and no switch"
-                other = "give other weights"
-                fix = (
-                    f"state it with {ARGUMENTS} {key}=VALUE"
-                    if value == UNREAD
-                    else other
-                )
+                fix = "give other weights"
+                if value == UNREAD:
+                    fix = f"state it with {ARGUMENTS} {key}=VALUE"
                 yield Problem(KEY, f"{key}={shown(value)}", rule, fix)
 
 
 def _other_kind(kind: str, model: Model, own: ConfigForm | None) -> Problem:
-    placed = own is None or own.layer_norm
-    ours = model.family + (
-        f" with model.layer_norm={model.layer_norm}" if placed else ""
-    )
+    ours = model.family
+    if own is None or own.layer_norm:
+        ours += f" with model.layer_norm={model.layer_norm}"
     which = f"only {own.model_type}" if own else "none of Megatron"
-    return Problem(
-        KEY,
-        f"is a model of type {shown(kind)}",
-        f"{which} can be given to model.family={ours}",
-    )
+    rule = f"{which} can be given to model.family={ours}"
+    return Problem(KEY, f"is a model of type {shown(kind)}", rule)
 
 
 @dataclass(frozen=True)
@@ -234,10 +210,9 @@ class InitialWeights:
         """
         saved = self.saved()
         given, config = self._given(saved, recipe.model.vocab_size)
-        differing = given.differences(
-            recipe, form_of(recipe.model, saved.forms), self.advice
-        )
-        problems = [*differing, *given.fixed(config)]
+        own = form_of(recipe.model, saved.forms)
+        problems = given.differences(recipe, own, self.advice)
+        problems += given.fixed(config)
         try:
             problems += saved.problems(given.as_recipe(recipe))
         except FileError as error:
@@ -258,17 +233,15 @@ class InitialWeights:
 
     def resolved(self) -> InitialWeights:
         """Replace a run by its newest whole checkpoint, so that later ones change nothing."""
-        saved = saved_in(self.directory)
-        if not isinstance(saved, RunWeights):
+        checkpoint = self.checkpoint()
+        if checkpoint is None:
             return self
-        return replace(self, directory=str(saved.checkpoint.directory))
+        return replace(self, directory=str(checkpoint.directory))
 
     def record(self) -> dict[str, Any]:
         """Return the values that a run keeps to make the same choice again, as plain data."""
-        return {
-            "directory": os.path.abspath(self.directory),
-            "stated": list(self.stated),
-        }
+        directory = os.path.abspath(self.directory)
+        return {"directory": directory, "stated": list(self.stated)}
 
     def checkpoint(self) -> Checkpoint | None:
         """Return the checkpoint of one of our runs; None: other weights."""
@@ -300,17 +273,11 @@ class InitialWeights:
         if saved:
             return saved
         name = str(path)
-        hub = (
-            re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name)
-            and not path.suffix
-            and "exist" in came
-        )
-        fetch = (
-            f"; weights of the hub are downloaded first, hf download {name} --local-dir DIR"
-            if hub
-            else ""
-        )
-        raise self.error(Problem(KEY, came, fix=f"{SAVED}{fetch}"))
+        hub = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and not path.suffix
+        fix = SAVED
+        if hub and "exist" in came:
+            fix += f"; weights of the hub are downloaded first, hf download {name} --local-dir DIR"
+        raise self.error(Problem(KEY, came, fix=fix))
 
     def _given(
         self, saved: Saved, vocabulary: int | None

@@ -34,7 +34,6 @@ from launch.checkpoints.stored import StoredTensors
 from launch.machine.checks import free_bytes
 from launch.weights import export
 from launch.weights.deepspeed_weights import NAMES
-from launch.weights.export import ConvertedTensors
 from launch.weights.their_settings import TOLD
 from modeling.families import meta_parameters
 from recipes.problems import Problem, ProblemsError, amount, existing
@@ -127,7 +126,7 @@ def write(  # noqa: PLR0913
         zero = folder / "zero"
         for kind, file in NAMES.items():
             stored = StoredTensors(checkpoint.directory, checkpoint.manifest, kind)
-            converted = ConvertedTensors(stored, recipe, torch.float32)
+            converted = export.ConvertedTensors(stored, recipe, torch.float32)
             for name in converted.names:
                 # else the file would hold all that the tensor is a part of
                 numbers = converted.read(name).clone(

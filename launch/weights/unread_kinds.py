@@ -13,8 +13,9 @@ _CONVERT = (
     ".save_pretrained('NEW')\", and give NEW"
 )
 _GGUF = "with the package gguf: " + _CONVERT.replace("HOW", "gguf_file='FILE'")
-_FROM_TF = _CONVERT.replace("HOW", "from_tf=True")
-_TENSORFLOW = f"with transformers 4 and tensorflow: {_FROM_TF}"
+_TENSORFLOW = (
+    f"with transformers 4 and tensorflow: {_CONVERT.replace('HOW', 'from_tf=True')}"
+)
 _KINDS = {
     "adapter_config.json": (
         "is an adapter (LoRA), which is no model by itself",

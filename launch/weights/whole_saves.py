@@ -17,7 +17,6 @@ import transformers
 
 from modeling.formats.deepspeed import states
 from modeling.formats.deepspeed.files import CONFIG, expect
-from modeling.formats.deepspeed.states import DeepSpeedState
 from modeling.formats.huggingface.weight_files import read_state_dict
 from modeling.formats.pickles import load_dict
 from recipes.files import is_file, read_json_object, refuse
@@ -30,7 +29,7 @@ CLASSES = {
 }
 
 
-def read(directory: Path, optimizer: Path) -> DeepSpeedState:
+def read(directory: Path, optimizer: Path) -> states.DeepSpeedState:
     """Read the save whose Adam is in a file. Raises FileError."""
     weights = read_state_dict(directory)
     rule = "Adam steps weights in float32 here"

@@ -39,9 +39,7 @@ def read(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     tensors = {}
     for name, tensor in stored.items():
         linear = name.endswith(_LINEAR)
-        tensors[name] = tensor
-        if linear:
-            tensors[name] = tensor.t()
+        tensors[name] = tensor.t() if linear else tensor
         biased = linear or ".ln_" in name
         if biased and not config["bias"]:
             module = name.removesuffix("weight")

@@ -8,10 +8,9 @@ under stage 0 parameters follow each other. Tensors are read on use, from files 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -181,10 +180,9 @@ def _updates(where: Path, stated: Mapping[str, Any], optimizer: Optimizer) -> in
     skipped = stated["skipped_steps"]
     made = steps - skipped
     counts = some([*map(str, sorted(counted))])
-    came = f"Adam has counted {counts} updates"
     rule = f"after {steps} steps, of them {skipped} skipped, it has made {made}"
     sound = len(counted) == 1 and counted <= {made, made + optimizer.built}
-    expect(sound, where, came, rule)
+    expect(sound, where, f"Adam has counted {counts} updates", rule)
     return counted.pop()
 
 
@@ -240,13 +238,11 @@ def _numbered(
     groups: Sequence[Mapping[str, Any]], buffers: Sequence[Mapping[str, Any]]
 ) -> dict[str, int]:
     """Return the group of each parameter in the buffers that Adam numbers; stage 3 may cut one into several."""
-    counts = [len(group.get("params", ())) for group in groups]
+    numbers = [n for n, group in enumerate(groups) for _ in group.get("params", ())]
     group_of: dict[str, int] = {}
-    left = iter(buffers)
-    if sum(counts) == len(buffers):
-        for number, count in enumerate(counts):
-            for buffer in islice(left, count):
-                group_of |= dict.fromkeys(buffer, number)
+    if len(numbers) == len(buffers):
+        for number, buffer in zip(numbers, buffers, strict=True):
+            group_of |= dict.fromkeys(buffer, number)
     return group_of
 
 
@@ -280,18 +276,23 @@ def _partitioned(
     expect(not odd, where, came, f"{count} ranks saved it")
     partitions = []
     for rank, base in zip(ranks, bases, strict=True):
-        partitions.append(_flats(base, rank[flat_key]))
+        state = base["state"]
+        flats = enumerate(rank[flat_key])
+        partitions.append([{**state.get(n, {}), WEIGHT: flat} for n, flat in flats])
     groups = stated.get("param_shapes") or ()
     if by_parameter:
-        runs = _equal_pieces(groups, partitions)
+        pieces = _equal_pieces(groups, partitions)
     else:
         mappings = [rank.get("param_slice_mappings") or () for rank in ranks]
-        runs = _mapped_pieces(mappings, partitions)
+        pieces = _mapped_pieces(mappings, partitions)
+    runs: dict[str, list[Piece]] = {}
+    for name, piece in pieces:
+        runs.setdefault(name, []).append(piece)
     parameters = {}
     for group in groups:
         for name, shape in group.items():
-            pieces = runs.get(name, [])
-            parameters[name] = _parameter(where, name, torch.Size(shape), pieces)
+            own = runs.get(name, [])
+            parameters[name] = _parameter(where, name, torch.Size(shape), own)
     stage = first.get("zero_stage", 1)
     if isinstance(stage, StandIn):
         stage = stage.arguments[0]
@@ -300,31 +301,21 @@ def _partitioned(
     return Optimizer(form, parameters, numbered, bases, first.get("loss_scaler"))
 
 
-def _flats(base: Mapping[str, Any], weights: Sequence[Tensor]) -> list[Flat]:
-    """Return the flat buffers of a rank, of each group."""
-    state = base["state"]
-    return [{**state.get(n, {}), WEIGHT: weight} for n, weight in enumerate(weights)]
-
-
 def _mapped_pieces(
     mappings: Sequence[Sequence[Mapping[str, Any]]],
     partitions: Sequence[Sequence[Flat]],
-) -> dict[str, list[Piece]]:
-    """Return the pieces of each parameter under stages 1 and 2, in the order of the ranks."""
-    runs: dict[str, list[Piece]] = {}
+) -> Iterator[tuple[str, Piece]]:
+    """Yield (name of a parameter, piece) under stages 1 and 2, in the order of the ranks."""
     for groups, flats in zip(mappings, partitions, strict=True):
         for addresses, flat in zip(groups, flats, strict=True):
             for name, address in addresses.items():
-                piece = Piece(flat, address.start, address.numel)
-                runs.setdefault(name, []).append(piece)
-    return runs
+                yield name, Piece(flat, address.start, address.numel)
 
 
 def _equal_pieces(
     shapes: Sequence[Mapping[str, Any]], partitions: Sequence[Sequence[Flat]]
-) -> dict[str, list[Piece]]:
-    """Return the pieces of each parameter under stage 3, in the order of the ranks."""
-    runs: dict[str, list[Piece]] = {}
+) -> Iterator[tuple[str, Piece]]:
+    """Yield (name of a parameter, piece) under stage 3, of each in the order of the ranks."""
     ranks = len(partitions)
     for number, group in enumerate(shapes):
         offset = 0
@@ -333,10 +324,8 @@ def _equal_pieces(
             each = -(-elements // ranks)
             for rank, flats in enumerate(partitions):
                 count = max(0, min(each, elements - rank * each))
-                piece = Piece(flats[number], offset, count)
-                runs.setdefault(name, []).append(piece)
+                yield name, Piece(flats[number], offset, count)
             offset += each
-    return runs
 
 
 def _parameter(
@@ -446,13 +435,8 @@ def _groups(named: Mapping[str, Tensor], sizes: Sequence[int]) -> list[list[str]
 
     `sizes`: elements of each group; [] where no such groups are.
     """
-    matrices = []
-    vectors = []
-    for name, tensor in named.items():
-        if tensor.dim() > 1:
-            matrices.append(name)
-        else:
-            vectors.append(name)
+    matrices = [name for name, tensor in named.items() if tensor.dim() > 1]
+    vectors = [name for name, tensor in named.items() if tensor.dim() <= 1]
     for groups in ([[*named]], [matrices, vectors], [vectors, matrices]):
         counts = []
         for group in groups:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from modeling.formats.huggingface.conversion import (
     NO_DROPOUT,
+    SAME,
     Conversion,
     Form,
     Logits,
@@ -34,11 +35,11 @@ PARAMETERS = {
 
 # Modules, each with a weight and a bias: ours -> theirs; in layers below layers.N. and bert.encoder.layer.N.
 PER_LAYER = {
+    "attention.qkv": "attention.self.query attention.self.key attention.self.value",
     "attention.projection": "attention.output.dense",
     "mlp.expand": "intermediate.dense",
     "mlp.contract": "output.dense",
 }
-QKV_NAMES = ("attention.self.query", "attention.self.key", "attention.self.value")
 MASKED_HEAD = {
     "head.transform": "cls.predictions.transform.dense",
     "head.norm": "cls.predictions.transform.LayerNorm",
@@ -69,16 +70,20 @@ class HeadPlacement(NamedTuple):
     prefix: str  # of the names of their classes
 
 
-_POST_NORMS = {
-    "attention_norm": "attention.output.LayerNorm",
-    "mlp_norm": "output.LayerNorm",
-}
-_PRE_NORMS = {"attention_norm": "attention.ln", "mlp_norm": "ln"}
 PLACEMENTS = {
     "post": HeadPlacement(
-        {"embedding.norm": "bert.embeddings.LayerNorm"}, _POST_NORMS, "Bert"
+        {"embedding.norm": "bert.embeddings.LayerNorm"},
+        {
+            "attention_norm": "attention.output.LayerNorm",
+            "mlp_norm": "output.LayerNorm",
+        },
+        "Bert",
     ),
-    "pre": HeadPlacement({"final_norm": "bert.encoder.ln"}, _PRE_NORMS, "MegatronBert"),
+    "pre": HeadPlacement(
+        {"final_norm": "bert.encoder.ln"},
+        {"attention_norm": "attention.ln", "mlp_norm": "ln"},
+        "MegatronBert",
+    ),
 }
 
 # Copies of tied tensors, and buffers in old checkpoints.
@@ -108,28 +113,21 @@ def name_map(model: Model) -> Iterator[NameEntry]:
     """Yield an entry for every parameter of the model; our fused QKV has three names of theirs."""
     placement = PLACEMENTS[model.layer_norm]
     yield from (NameEntry(ours, (theirs,)) for ours, theirs in PARAMETERS.items())
-    modules = [NameEntry(ours, (theirs,)) for ours, theirs in placement.top.items()]
+    parts = [("", "", placement.top)]
     for i in range(model.layers):
         here = f"layers.{0 if model.shared_layers else i}."
         there = f"bert.encoder.layer.{i}."
-        modules.append(
-            NameEntry(
-                f"{here}attention.qkv", tuple(there + name for name in QKV_NAMES), QKV
-            )
-        )
-        one_to_one = {**PER_LAYER, **placement.per_layer}.items()
-        modules += [
-            NameEntry(here + ours, (there + theirs,)) for ours, theirs in one_to_one
-        ]
-    heads = TASK_HEADS.get(model.task_head) or MASKED_HEAD | (
-        SENTENCE_HEAD if model.sentence_head != "none" else {}
-    )
-    modules += [NameEntry(ours, (theirs,)) for ours, theirs in heads.items()]
-    for ours, theirs, form in modules:
-        for leaf in ("weight", "bias"):
-            yield NameEntry(
-                f"{ours}.{leaf}", tuple(f"{name}.{leaf}" for name in theirs), form
-            )
+        parts.append((here, there, {**PER_LAYER, **placement.per_layer}))
+    heads = TASK_HEADS.get(model.task_head, MASKED_HEAD)
+    parts.append(("", "", heads))
+    if model.task_head == "none" and model.sentence_head != "none":
+        parts.append(("", "", SENTENCE_HEAD))
+    for here, there, modules in parts:
+        for ours, theirs in modules.items():
+            form = QKV if " " in theirs else SAME
+            for leaf in ("weight", "bias"):
+                names = tuple(f"{there}{name}.{leaf}" for name in theirs.split())
+                yield NameEntry(f"{here}{ours}.{leaf}", names, form)
     if model.task_head == "none":
         yield DECODER_BIAS
 
@@ -139,11 +137,9 @@ def _rename(stored: str) -> str | None:
 
     Takes a bare `BertModel` (no prefix) and TensorFlow's gamma and beta of LayerNorm.
     """
-    name = (
-        stored
-        if stored.startswith(("bert.", "cls.", "classifier.", "qa_outputs."))
-        else f"bert.{stored}"
-    )
+    name = stored
+    if not stored.startswith(("bert.", "cls.", "classifier.", "qa_outputs.")):
+        name = f"bert.{stored}"
     name = name.replace("LayerNorm.gamma", "LayerNorm.weight").replace(
         "LayerNorm.beta", "LayerNorm.bias"
     )
@@ -187,10 +183,9 @@ def config(
 
 def logits(model: Any, tokens: Tensor, token_types: Tensor, mask: Tensor) -> Logits:
     """Return the logits of every token that is not padding and of a sentence head."""
-    given = dict(
+    outcome = model(
         input_ids=tokens, attention_mask=mask.long(), token_type_ids=token_types
     )
-    outcome = model(**given)
     if "prediction_logits" in outcome:
         return outcome.prediction_logits[mask], outcome.seq_relationship_logits
     return (outcome.logits[mask],)

@@ -47,7 +47,8 @@ class ConfigForm:
 
 
 def _shape(keys: str, *defaults: int) -> dict[str, tuple[str, int]]:
-    return dict(zip(SHAPE, zip(keys.split(), defaults, strict=True), strict=True))
+    given = defaults or [0] * len(SHAPE)
+    return dict(zip(SHAPE, zip(keys.split(), given, strict=True), strict=True))
 
 
 _GPT2_FIXED: Fixed = {
@@ -88,32 +89,32 @@ FORMS = (
     ),
 )
 
+_OFF = (False, None)
 # Arguments of Megatron-LM's training; `Checkpoint.config` makes "gelu" and "vocab_size" of several.
 _MEGATRON_FIXED: Fixed = {
-    "swiglu": (False, None),
-    "squared_relu": (False, None),
+    "swiglu": _OFF,
+    "squared_relu": _OFF,
     "glu_activation": (None,),
     "normalization": ("LayerNorm", "layernorm", None),
-    "apply_layernorm_1p": (False, None),
-    "apply_residual_connection_post_layernorm": (False, None),
-    "untie_embeddings_and_output_weights": (False, None),
-    "group_query_attention": (False, None),
+    "apply_layernorm_1p": _OFF,
+    "apply_residual_connection_post_layernorm": _OFF,
+    "untie_embeddings_and_output_weights": _OFF,
+    "group_query_attention": _OFF,
     "position_embedding_type": ("learned_absolute", "absolute", None),
-    "use_rotary_position_embeddings": (False, None),
+    "use_rotary_position_embeddings": _OFF,
     "num_experts": (None, 1, [1]),
     # of gpt-neox's configuration
     "norm": ("layernorm", None),
     "pos_emb": ("learned", None),
     "activation": ("gelu", None),
-    "gpt_j_residual": (False, None),
-    "no_weight_tying": (False, None),
-    "use_mup": (False, None),
+    "gpt_j_residual": _OFF,
+    "no_weight_tying": _OFF,
+    "use_mup": _OFF,
     "attention_config": (None,),
 }
-_MEGATRON_KEYS = (
+_MEGATRON_SHAPE = _shape(
     "num_layers hidden_size num_attention_heads vocab_size max_position_embeddings"
 )
-_MEGATRON_SHAPE = _shape(_MEGATRON_KEYS, 0, 0, 0, 0, 0)
 _WIDTH = ("ffn_hidden_size", None)
 _ARGUMENTS = "its arguments say"
 _GPT_FIXED: Fixed = {**_MEGATRON_FIXED, "gelu": ("tanh",), "layernorm_epsilon": (1e-5,)}
@@ -136,7 +137,7 @@ MEGATRON_FORMS = (
 
 def run_forms() -> tuple[ConfigForm, ...]:
     """Return the forms of runs of this project, with our keys, of every family registered by now."""
-    shape = _shape(" ".join(SHAPE), 0, 0, 0, 0, 0)
+    shape = _shape(" ".join(SHAPE))
     forms = []
     for name, family in FAMILIES.items():
         for placement in family.placements or (None,):
@@ -153,7 +154,8 @@ def run_forms() -> tuple[ConfigForm, ...]:
 
 def form_of(model: Model, forms: Sequence[ConfigForm]) -> ConfigForm | None:
     """Return the form of the model's own type, or None if it has none."""
-    own = (form for form in forms if form.family == model.family)
-    return next(
-        (form for form in own if form.layer_norm in (None, model.layer_norm)), None
-    )
+    for form in forms:
+        placed = form.layer_norm in (None, model.layer_norm)
+        if placed and form.family == model.family:
+            return form
+    return None

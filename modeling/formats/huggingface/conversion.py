@@ -9,17 +9,14 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import transformers
 from torch import Tensor
 
 from modeling.cost.parameter_count import head_outputs
+from modeling.lazy_weights import LazyWeights, same_numbers
 from recipes.schema import Dropout, Model
-
-if TYPE_CHECKING:
-    from modeling.lazy_weights import LazyWeights
 
 NO_DROPOUT = Dropout()
 # a row for each token, then padding
@@ -59,8 +56,6 @@ class Selection(NamedTuple):
 
     def untied(self) -> Iterator[tuple[str, str]]:
         """Yield (copy, tensor) for each copy that differs from its tensor. Reads their numbers."""
-        from modeling.lazy_weights import same_numbers
-
         for (copy, name), tensor in self.copies.items():
             if not same_numbers(tensor, self.tensors[name]):
                 yield copy, name
@@ -142,11 +137,10 @@ class Conversion:
         Parameters of the model that it lacks are absent, and so is a classifier of another task's classes.
         `launch/weights` refuses before what lacks more than a task's head.
         """
-        from modeling.lazy_weights import LazyWeights
-
         tensors = self.select(theirs).tensors
 
-        def convert(entry: NameEntry) -> Tensor:
+        def convert(name: str) -> Tensor:
+            entry = entries[name]
             parts = [read(tensors[name]) for name in entry.theirs]
             whole = entry.form.to_ours(parts, model.heads)
             if entry.ours in WITH_PADDING:
@@ -159,13 +153,8 @@ class Conversion:
             own = not entry.ours.startswith("head.classifier.")
             return own or tensors[entry.theirs[0]].shape[0] == head_outputs(model)
 
-        return LazyWeights(
-            {
-                each.ours: partial(convert, each)
-                for each in self.name_map(model)
-                if usable(each)
-            }
-        )
+        entries = {each.ours: each for each in self.name_map(model) if usable(each)}
+        return LazyWeights(entries, convert)
 
 
 def check_convertible(model: Model) -> None:

@@ -65,26 +65,19 @@ def name_map(model: Model) -> Iterator[NameEntry]:
     for i in range(model.layers):
         own = f"layers.{0 if model.shared_layers else i}"
         for ours, (theirs, form) in PER_LAYER.items():
-            for leaf, its_form in (
-                ("weight", form),
-                ("bias", QKV if form is QKV else SAME),
-            ):
-                yield NameEntry(
-                    f"{own}.{ours}.{leaf}",
-                    (f"transformer.h.{i}.{theirs}.{leaf}",),
-                    its_form,
-                )
+            forms = {"weight": form, "bias": QKV if form is QKV else SAME}
+            for leaf, its_form in forms.items():
+                name = f"transformer.h.{i}.{theirs}.{leaf}"
+                yield NameEntry(f"{own}.{ours}.{leaf}", (name,), its_form)
 
 
 def _rename(stored: str) -> str | None:
     """Return the name in `GPT2LMHeadModel`, also of a bare `GPT2Model`; None for masks in old checkpoints."""
     if stored.endswith((".attn.bias", ".attn.masked_bias")):
         return None
-    return (
-        stored
-        if stored.startswith(("transformer.", "lm_head."))
-        else f"transformer.{stored}"
-    )
+    if stored.startswith(("transformer.", "lm_head.")):
+        return stored
+    return f"transformer.{stored}"
 
 
 def config(

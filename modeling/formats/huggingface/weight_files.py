@@ -26,6 +26,7 @@ from recipes.problems import Problem, some
 # In the order of `from_pretrained`, each whole or in shards listed by an index.
 NAMES = ("model.safetensors", "pytorch_model.bin")
 AGAIN = "copy or download the directory again"
+SAVED = "give a directory that save_pretrained wrote"
 
 
 def read_state_dict(directory: str | Path) -> dict[str, Tensor]:
@@ -38,20 +39,12 @@ def read_state_dict(directory: str | Path) -> dict[str, Tensor]:
             tensors = _read(directory / file)
             absent = sorted(names - tensors.keys())
             if absent:
-                refuse(
-                    directory / file,
-                    f"lacks {some(absent)}",
-                    "the index says otherwise",
-                    AGAIN,
-                )
+                came = f"lacks {some(absent)}"
+                refuse(directory / file, came, "the index says otherwise", AGAIN)
             twice = sorted(tensors.keys() & state_dict.keys())
             if twice:
-                refuse(
-                    directory / file,
-                    f"holds {some(twice)}, as another shard does",
-                    "",
-                    AGAIN,
-                )
+                came = f"holds {some(twice)}, as another shard does"
+                refuse(directory / file, came, fix=AGAIN)
             state_dict |= tensors
         except FileError as error:
             problems += error.problems
@@ -73,12 +66,7 @@ def _files(directory: Path) -> dict[str, set[str]]:
         others += (path.name for path in directory.glob(pattern))
     beside = f", but {some(sorted(others))}" if others else ""
     rule = f"transformers takes {' or '.join(NAMES)}, or shards with their index ({NAMES[0]}.index.json)"
-    refuse(
-        directory,
-        f"holds no weights{beside}",
-        rule,
-        "give a directory that save_pretrained wrote",
-    )
+    refuse(directory, f"holds no weights{beside}", rule, SAVED)
 
 
 def _shards(index: Path) -> dict[str, set[str]]:
@@ -106,24 +94,13 @@ def _shards(index: Path) -> dict[str, set[str]]:
 def _read(file: Path) -> dict[str, Tensor]:
     """Read the tensors of one file, mapped into memory."""
     if file.suffix == ".safetensors":
-        return _read_safetensors(file)
+        try:
+            return load_file(file) if read_safetensors_header(file) else {}
+        except SafetensorError as error:  # what the header says besides its tensors
+            refuse(file, "cannot be read", str(error)[:200], AGAIN)
     tensors = load_dict(file)
-    named = all(isinstance(name, str) for name in tensors)
-    if not named or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
-        came = "holds something else than tensors by their names"
-        refuse(
-            file,
-            came,
-            "it is a model's state dict",
-            "give a directory that save_pretrained wrote",
-        )
+    for name, tensor in tensors.items():
+        if not (isinstance(name, str) and isinstance(tensor, Tensor)):
+            came = "holds something else than tensors by their names"
+            refuse(file, came, "it is a model's state dict", SAVED)
     return tensors
-
-
-def _read_safetensors(file: Path) -> dict[str, Tensor]:
-    if not read_safetensors_header(file):
-        return {}
-    try:
-        return load_file(file)
-    except SafetensorError as error:  # what the header says besides its tensors
-        refuse(file, "cannot be read", str(error)[:200], AGAIN)

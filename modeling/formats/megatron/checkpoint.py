@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -116,13 +116,6 @@ class MegatronCheckpoint:
             or self.arguments.get("bias_gelu_fusion", True)
         )
 
-    @property
-    def most_padding(self) -> int:
-        """Largest number of padding rows to accept in the vocabulary."""
-        multiple = self.arguments.get("make_vocab_size_divisible_by")
-        stated = multiple * self.slices if type(multiple) is int else 0
-        return max(SMALLEST_PADDING, stated)
-
     def size(self, name: str, dim: int) -> int | None:
         """Return one size of a tensor, or None without such a tensor or dimension."""
         shape = self.tensors[name].shape if name in self.tensors else ()
@@ -138,7 +131,11 @@ class MegatronCheckpoint:
         rows, or the number of rows.
         """
         rows = self.size(WORD, 0)
-        padded = [v for v in vocabularies if rows and 0 <= rows - v < self.most_padding]
+        most = SMALLEST_PADDING
+        multiple = self.arguments.get("make_vocab_size_divisible_by")
+        if type(multiple) is int:
+            most = max(most, multiple * self.slices)
+        padded = [v for v in vocabularies if rows and 0 <= rows - v < most]
         stated = {
             key: value for key, value in self.arguments.items() if value is not None
         }
@@ -154,12 +151,11 @@ class MegatronCheckpoint:
         }
         own["model_type"] = "megatron-lm-bert" if self.is_bert else "megatron-lm-gpt"
         own["vocab_size"] = stated.get("orig_vocab_size") or next(iter(padded), rows)
-        gelus = [
-            stated[key] for key in ("openai_gelu", "bias_gelu_fusion") if key in stated
-        ]
+        gelus = {"openai_gelu", "bias_gelu_fusion"} & stated.keys()
         if gelus:
-            known = "tanh" if self.tanh_gelu else "exact"
-            own["gelu"] = UNREAD if UNREAD in gelus else known
+            own["gelu"] = "tanh" if self.tanh_gelu else "exact"
+        if any(stated[key] == UNREAD for key in gelus):
+            own["gelu"] = UNREAD
         return own
 
     def untied(self) -> Iterator[tuple[str, str]]:
@@ -170,32 +166,30 @@ class MegatronCheckpoint:
 
     def weights(self, model: Model) -> LazyWeights:
         """Return the canonical weights of `model` from these tensors."""
-        names = name_map(model).items()
-        return LazyWeights(
-            {ours: partial(self._canonical, theirs, model) for ours, theirs in names}
-        )
+        names = name_map(model)
 
-    def _canonical(self, name: str, model: Model) -> Tensor:
-        slices = self.tensors[name]
-        if is_qkv(name):
-            heads = model.heads // len(slices.parts)
-            parts = tuple(
-                heads_first(part, heads, self.version) for part in slices.parts
-            )
-            slices = slices._replace(parts=parts)
-        whole = slices.join()
-        if name in WITH_PADDING:
-            return whole[: model.vocab_size]
-        return whole
+        def read(ours: str) -> Tensor:
+            name = names[ours]
+            slices = self.tensors[name]
+            if is_qkv(name):
+                heads = model.heads // len(slices.parts)
+                parts = [
+                    heads_first(each, heads, self.version) for each in slices.parts
+                ]
+                slices = slices._replace(parts=tuple(parts))
+            whole = slices.join()
+            if name in WITH_PADDING:
+                return whole[: model.vocab_size]
+            return whole
+
+        return LazyWeights(names, read)
 
 
 def open_checkpoint(directory: str | Path) -> MegatronCheckpoint:
     """Open the newest iteration in a directory. Reads names, shapes and arguments; raises FileError."""
     files = find(Path(directory))
     problems: list[Problem] = []
-    paths = dict.fromkeys(
-        [files.stated, *(file for stage in files.stages for file in stage)]
-    )
+    paths = dict.fromkeys([files.stated, *chain.from_iterable(files.stages)])
     contents: dict[Path, dict[str, Any]] = {}
     for file in paths:
         try:
@@ -212,12 +206,8 @@ def open_checkpoint(directory: str | Path) -> MegatronCheckpoint:
             f"go on with the run: launch/pretrain.py --adopt {directory}; or load its `module` into the model "
             "of transformers that it is of, and give the directory that save_pretrained writes"
         )
-        refuse(
-            files.where,
-            "is a plain checkpoint of DeepSpeed, not of Megatron-DeepSpeed",
-            rule,
-            fix,
-        )
+        came = "is a plain checkpoint of DeepSpeed, not of Megatron-DeepSpeed"
+        refuse(files.where, came, rule, fix)
     version = _version(files.stated, stated)
     tensors = dict[str, Slices]()
     copies = dict[tuple[str, str], Slices]()
@@ -366,9 +356,8 @@ def _chunks(content: Mapping[str, Any]) -> list[Any]:
     numbered = sorted(
         (int(m[1]), key) for key in content if (m := CHUNK.fullmatch(str(key)))
     )
-    return [content[key] for _, key in numbered] or [
-        next((content[k] for k in KEYS if k in content), {})
-    ]
+    named = [key for _, key in numbered] or [key for key in KEYS if key in content][:1]
+    return [content[key] for key in named] or [{}]
 
 
 def _layer_prefix(tensors: Mapping[str, Tensor], called: str) -> str:
@@ -384,13 +373,13 @@ def _layer_prefix(tensors: Mapping[str, Tensor], called: str) -> str:
 
 def _flat(state: Any) -> dict[str, Tensor]:
     """Return the tensors of nested dictionaries, by their keys joined with dots."""
-    leaves = flatten(state) if isinstance(state, dict) else ()
-    every = ((name, leaf) for name, leaf in leaves if isinstance(leaf, Tensor))
-    return {
-        name: tensor.detach()
-        for name, tensor in every
-        if not name.endswith("_extra_state")
-    }
+    found = dict[str, Tensor]()
+    if not isinstance(state, dict):
+        return found
+    for name, leaf in flatten(state):
+        if isinstance(leaf, Tensor) and not name.endswith("_extra_state"):
+            found[name] = leaf.detach()
+    return found
 
 
 def _take(
@@ -456,8 +445,7 @@ def _missing(
         stated = _stated_ranks(arguments, kind)
         if stated not in (None, count):
             came = f"holds files of {count} {kind}-parallel ranks, and its arguments tell of {stated}"
-            rule = "each has a part of the weights"
-            yield Problem(where, came, rule, WHOLE, where)
+            yield Problem(where, came, "each has a part of the weights", WHOLE, where)
     present = set[int]()
     for file, *_ in files.stages:
         match = LAYER_FILE.fullmatch(file.name)

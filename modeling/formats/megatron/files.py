@@ -13,7 +13,7 @@ Above them latest_checkpointed_iteration.txt, or DeepSpeed's latest, names the n
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +31,8 @@ OPTIMIZER = "optim.pt"  # a rank's part of a distributed optimizer
 # the second next to a distributed optimizer
 WEIGHTS = ("model_optim_rng.pt", "model_rng.pt")
 WHOLE = "copy the whole directory again"
+STAGE = "pipeline stage "
+FORMS = (RANK, PLAIN, LAYER, PARTITIONED, DISTRIBUTED)
 ANOTHER = "give a checkpoint that Megatron-LM saved, with --ckpt-format torch"
 
 
@@ -53,13 +55,10 @@ class Files(NamedTuple):
 def is_checkpoint(directory: Path) -> bool:
     """Check whether the directory has the file names of a Megatron checkpoint."""
     names = _names(directory)
-    patterns = (SAVED, RANK, PLAIN, LAYER, PARTITIONED, DISTRIBUTED)
     # transformers' Trainer leaves a global_stepN next to one
     if "config.json" in names:
         return False
-    return TRACKER in names or any(
-        next(_matches(pattern, names), None) for pattern in patterns
-    )
+    return TRACKER in names or any(_matches(form, names) for form in (SAVED, *FORMS))
 
 
 def find(directory: Path) -> Files:
@@ -71,13 +70,9 @@ def find(directory: Path) -> Files:
         stated = where / "mp_rank_00_model_states.pt"
         if not is_file(stated):
             fix = "copy it next to the layers"
-            refuse(
-                where,
-                f"lacks {stated.name}",
-                "it holds arguments and checkpoint version",
-                fix,
-            )
-        return Files(where, _stages(where, layers), stated, by_layer=True)
+            rule = "it holds arguments and checkpoint version"
+            refuse(where, f"lacks {stated.name}", rule, fix)
+        return Files(where, _stages(where, layers, "layer_"), stated, by_layer=True)
     slices = [(0, int(m[1]), where / m[0]) for m in _matches(PLAIN, names)]
     if not slices:
         for m in _matches(RANK, names):
@@ -92,7 +87,7 @@ def find(directory: Path) -> Files:
                 refuse(where / m[0], came, "", fix)
     if not slices:
         _refuse_form(where, names)
-    stages = _stages(where, slices)
+    stages = _stages(where, slices, STAGE)
     return Files(where, stages, stages[0][0])
 
 
@@ -103,38 +98,30 @@ def _names(directory: Path) -> list[str]:
         return []
 
 
-def _matches(pattern: re.Pattern[str], names: Sequence[str]) -> Iterator[re.Match[str]]:
-    return (match for name in names if (match := pattern.fullmatch(name)))
+def _matches(pattern: re.Pattern[str], names: Sequence[str]) -> list[re.Match[str]]:
+    return [*filter(None, map(pattern.fullmatch, names))]
 
 
 def _iteration(directory: Path) -> Path:
     names = _names(directory)
     saved = [match[0] for match in _matches(SAVED, names)]
-    held = any(
-        next(_matches(p, names), None)
-        for p in (RANK, PLAIN, LAYER, PARTITIONED, DISTRIBUTED)
-    )
-    if held:
+    if any(_matches(form, names) for form in FORMS):
         return directory
     tracker = directory / TRACKER
     if is_file(tracker):
         said = read_text(tracker).strip()
-        number = int(said) if re.fullmatch(r"\d{1,18}", said) else None
-        asked = (
-            [said] if number is None else [f"iter_{number:07d}", f"global_step{number}"]
-        )
+        asked = [said]
+        if re.fullmatch(r"\d{1,18}", said):
+            number = int(said)
+            asked = [f"iter_{number:07d}", f"global_step{number}"]
     elif is_file(tracker := directory / "latest"):
         asked = [read_text(tracker).strip()]
     elif len(saved) == 1:
         asked = saved
     else:
         rule = f"{TRACKER}, which says what is newest, is missing"
-        refuse(
-            directory,
-            f"holds {some(saved)}",
-            rule,
-            f"give one of them, {directory}/{saved[-1]}",
-        )
+        fix = f"give one of them, {directory}/{saved[-1]}"
+        refuse(directory, f"holds {some(saved)}", rule, fix)
     chosen = [name for name in asked if name in names]
     if not chosen:
         came = f"says {asked[0][:60]!r}, and next to it is {some(saved) if saved else 'no iteration'}"
@@ -148,9 +135,12 @@ def _iteration(directory: Path) -> Path:
 
 
 def _stages(
-    where: Path, numbered: Sequence[tuple[int, int, Path]]
+    where: Path, numbered: Sequence[tuple[int, int, Path]], kind: str
 ) -> Sequence[Sequence[Path]]:
-    """Sort (stage or layer, slice, file) by stage; refuse a missing slice or stage."""
+    """Sort (stage or layer, slice, file) by stage; refuse a missing slice or stage.
+
+    `kind`: STAGE or "layer_".
+    """
     by_stage: dict[int, dict[int, Path]] = {}
     for stage, index, file in numbered:
         other = by_stage.setdefault(stage, {}).setdefault(index, file)
@@ -160,31 +150,25 @@ def _stages(
                 where, came, "a rank has one file", "leave out the one of another save"
             )
     count = 1 + max(index for _, index, _ in numbered)
-    by_layer = LAYER.fullmatch(numbered[0][2].name) is not None
-    kind = "layer_" if by_layer else "pipeline stage "
     missing = list[str]()
     stages = []
     for stage, slices in sorted(by_stage.items()):
-        lacking = set(range(count)) - slices.keys()
         missing += (
             f"slice {index} of {count} of {kind}{stage:02d}"
-            for index in sorted(lacking)
+            for index in range(count)
+            if index not in slices
         )
         stages.append([slice_ for _, slice_ in sorted(slices.items())])
     if missing:
         refuse(where, f"lacks {some(missing, 4)}", "every slice is needed", WHOLE)
-    if not by_layer and (absent := set(range(max(by_stage))) - by_stage.keys()):
-        refuse(
-            where,
-            f"lacks pipeline stage {min(absent)}",
-            f"it holds stage {max(by_stage)}",
-            WHOLE,
-        )
+    if kind == STAGE and (absent := set(range(max(by_stage))) - by_stage.keys()):
+        came = f"lacks {STAGE}{min(absent)}"
+        refuse(where, came, f"it holds stage {max(by_stage)}", WHOLE)
     return stages
 
 
 def _refuse_form(where: Path, names: Sequence[str]) -> None:
-    if next(_matches(PARTITIONED, names), None):
+    if _matches(PARTITIONED, names):
         rule = (
             "ZeRO-3 partitions weights over the ranks, and such files are not read here"
         )
@@ -194,7 +178,7 @@ def _refuse_form(where: Path, names: Sequence[str]) -> None:
             rule,
             f"go on with the run: launch/pretrain.py --adopt {where}",
         )
-    if next(_matches(DISTRIBUTED, names), None):
+    if _matches(DISTRIBUTED, names):
         rule = f"only {WEIGHTS[0]} of each rank is read here"
         fix = "save it again by Megatron-LM with --ckpt-format torch"
         refuse(where, "is a distributed checkpoint (torch_dist)", rule, fix)

@@ -95,15 +95,14 @@ def name_map(model: Model) -> Mapping[str, str]:
             f"layers.{i}.{a}": f"encoder.layers.{i}.{b}" for a, b in _PER_LAYER.items()
         }
     if model.family == "bert":
-        modules |= _MASKED_HEAD | (
-            SENTENCE_HEAD if model.sentence_head != "none" else {}
-        )
-    leaves = {
-        f"{a}.{leaf}": f"{b}.{leaf}"
-        for a, b in modules.items()
-        for leaf in ("weight", "bias")
-    }
-    return _TOP[model.family] | leaves
+        modules |= _MASKED_HEAD
+        if model.sentence_head != "none":
+            modules |= SENTENCE_HEAD
+    found = dict(_TOP[model.family])
+    for ours, theirs in modules.items():
+        for leaf in (".weight", ".bias"):
+            found[ours + leaf] = theirs + leaf
+    return found
 
 
 def cut_dimension(name: str) -> int | None:
@@ -118,11 +117,8 @@ def is_qkv(name: str) -> bool:
 
 def is_whole(name: str, shape: Sequence[int]) -> bool:
     """Check that a layer's QKV matrix has its three parts; True for any other tensor."""
-    rows = shape[:1]
-    columns = shape[1:]
-    return not name.endswith(".query_key_value.weight") or [*rows] == [
-        3 * size for size in columns
-    ]
+    matrix = name.endswith(".query_key_value.weight")
+    return not matrix or [*shape[:1]] == [3 * size for size in shape[1:]]
 
 
 def heads_first(rows: Tensor, heads: int, version: float) -> Tensor:
