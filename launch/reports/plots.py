@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
@@ -25,11 +25,10 @@ from launch.records.loss_plot import (
     without_formulas,
 )
 from launch.records.result import TFLOPS_BY
-from launch.records.result_text import EXACT
 from launch.reports.comparison import incomparable
 from launch.reports.entries import COLUMNS, TIME, RowEntry
 from launch.reports.runs import OOM, Over, Points, ReportedRun
-from recipes.problems import counted, some
+from recipes.problems import some
 
 FAINT = "#c3c9cf"
 PALETTE = (
@@ -116,24 +115,17 @@ def losses(runs: Sequence[ReportedRun], over: Over = "steps") -> list[Plot]:
     Runs whose losses are not comparable have plots of their own; a plot has `RUNS_PER_PLOT` runs. Their names
     stand in the margin.
     """
+    waiting = [run for run in runs if run.training or run.validation]
     plots = []
-    for drawn in _comparable(run for run in runs if run.training or run.validation):
+    while waiting:
+        first, *others = waiting
+        drawn = [first]
+        waiting = []
+        for run in others:
+            (waiting if incomparable(first, run) else drawn).append(run)
         for start in range(0, len(drawn), RUNS_PER_PLOT):
             plots.append(_losses(drawn[start : start + RUNS_PER_PLOT], over))
     return plots
-
-
-def _comparable(runs: Iterable[ReportedRun]) -> list[list[ReportedRun]]:
-    """Group runs by whether their losses can be compared."""
-    groups: list[list[ReportedRun]] = []
-    for run in runs:
-        for group in groups:
-            if not incomparable(group[0], run):
-                group.append(run)
-                break
-        else:
-            groups.append([run])
-    return groups
 
 
 def of_runs(runs: Sequence[ReportedRun]) -> list[Plot]:
@@ -196,35 +188,20 @@ def _throughput(entries: Sequence[RowEntry], key: str) -> Plot:
             _in_place_of_a_bar(axes, y, why)
         else:
             axes.barh(y, value, height=0.62, **BARS)
-    points = []
+    drawn = [*published.values()]
     for entry in entries:
         measured = _measured(entry, key)
         if measured is not None:
-            points.append(measured)
+            drawn.append(measured)
             axes.plot(measured, rows.index(entry.row), zorder=3, **DIAMONDS)
-    drawn = [*published.values(), *points]
     least = min(drawn)
     most = max(drawn)
-    parts = [f"{name_of_axis}: bars as published, points as measured."]
+    caption = f"{name_of_axis}: bars as published, points as measured by runs that can be compared."
     if most > LOG_FROM * least:
         log_axis(axes, least / 2, most * 1.5)
-        parts.append("The axis is logarithmic.")
+        caption += " The axis is logarithmic."
     _one_row_each(axes, [f"{row.name} †" if row.errata else row.name for row in rows])
-    if key == "tflops" and _counted_as(entries) == "exact_tflops":
-        parts.append(f"{EXACT[0].upper()}{EXACT[1:]}.")
-    if any(row.errata for row in rows):
-        parts.append("†: the source contradicts itself there.")
-    parts.append(_left_out(entries, points))
-    return _render(figure, f"{title}, {name_of_axis}", " ".join(parts))
-
-
-def _left_out(entries: Sequence[RowEntry], points: Sequence[float]) -> str:
-    """Say which measured values are no points; "" for none."""
-    left_out = sum(entry.incomparable is not None for entry in entries)
-    if left_out:
-        whose = "whose numbers are not those of the row (see the table)."
-        return f"{counted(left_out, 'run')} left out, {whose}"
-    return "" if points else "Nothing of this table has been measured here."
+    return _render(figure, f"{title}, {name_of_axis}", caption)
 
 
 def _losses(runs: Sequence[ReportedRun], over: Over) -> Plot:
@@ -251,7 +228,8 @@ def _losses(runs: Sequence[ReportedRun], over: Over) -> Plot:
             places = zip(*validations, strict=True)
             axes.plot(*places, color=color, marker=mark, **VALIDATION)
         for _, last in [*points, *validations][-1:]:
-            names.append(CurveName(last, f"{run.full_label} {loss(last)}", color))
+            mark = " (TINY)" * run.tiny
+            names.append(CurveName(last, f"{run.label}{mark} {loss(last)}", color))
     draw_references(axes, _entropies(runs), names)
     caption = (
         "Lines: training loss, the mean of the steps around each (a fifteenth of the run, 201 at most). Marks "
@@ -274,20 +252,23 @@ def thin(points: Points) -> Points:
 
 def _published(entries: Sequence[RowEntry], key: str) -> dict[str, float]:
     """Map each row with a published number to that number."""
-    numbers = {
-        entry.row.full_name: getattr(entry.row.published, key, None)
-        for entry in entries
-    }
-    return {name: number for name, number in numbers.items() if number is not None}
+    numbers = {}
+    for row in (entry.row for entry in entries):
+        number = getattr(row.published, key, None)
+        if number is not None:
+            numbers[row.full_name] = number
+    return numbers
 
 
 def _counted_as(entries: Sequence[RowEntry]) -> str | None:
     """Return our count of TFLOPS that matches the published ones; None where sources used both."""
-    published = [entry.row.published for entry in entries if entry.row.published]
-    counts = {each.tflops_by for each in published if each.tflops is not None} or {
-        "formula"
-    }
-    return TFLOPS_BY[counts.pop()][1] if len(counts) == 1 else None
+    counts = set()
+    for published in (entry.row.published for entry in entries):
+        if published and published.tflops is not None:
+            counts.add(TFLOPS_BY[published.tflops_by][1])
+    if len(counts) > 1:
+        return None
+    return counts.pop() if counts else "tflops"
 
 
 def _axis(entries: Sequence[RowEntry], key: str) -> str:
@@ -298,12 +279,10 @@ def _axis(entries: Sequence[RowEntry], key: str) -> str:
 
 def _measured(entry: RowEntry, key: str) -> float | None:
     """Return the measured value; None if missing or incomparable with the row."""
-    counted = _counted_as([entry]) if key == "tflops" else key
-    value = (
-        COLUMNS[counted or key].of(entry.run.result)
-        if entry.run and not entry.no_ratio
-        else None
-    )
+    if entry.run is None or entry.no_ratio:
+        return None
+    counted = _counted_as([entry]) if key == "tflops" else None
+    value = COLUMNS[counted or key].of(entry.run.result)
     return value if value and value > 0 else None
 
 

@@ -176,9 +176,8 @@ def test_plots_say_their_units_and_leave_incomparable_runs_out(made):
     text, words = "".join(made.page.text), set().union(*drawn_text(made.html))
     assert "loss (nats per token)" in words and "TFLOPS per GPU, formula: bars as published" in text
     assert "The axis is logarithmic." in text and "seconds per iteration" not in words
-    assert (
-        "2 runs left out" in text and {"published as out of memory", "samples per second, all GPUs"} <= words
-    )
+    assert "by runs that can be compared" in text
+    assert {"published as out of memory", "samples per second, all GPUs"} <= words
 
 
 def test_only_comparable_runs_are_points_of_the_throughput(made):
@@ -201,12 +200,7 @@ def test_the_csv_reads_back_with_the_same_columns_for_every_table(made):
 def test_a_published_table_with_nothing_run_is_a_page(tables, tmp_path, capsys):
     assert report.main(["--table", "quiet", "--out", str(tmp_path)], tables) == 0
     page = (tmp_path / "report.html").read_text()
-    assert (
-        "not run" in page
-        and "83.2" in page
-        and "<img" in page
-        and "Nothing of this table has been measured" in page
-    )
+    assert "not run" in page and "83.2" in page and "<img" in page
     assert "report.html" in capsys.readouterr().out
 
 
