@@ -150,7 +150,7 @@ def assemble(
     def section(table: PublishedTable, entries: list[RowEntry]) -> Section:
         ran = [entry.run for entry in entries if entry.run]
         remarks = [(row, remarks_of(row)) for row in table.rows]
-        drawn = plots.throughput(entries) + plots.of_runs(ran)
+        drawn = plots.of_runs(ran)
         if comparison is None:  # which draws the losses
             drawn += plots.losses(ran, over)
         return Section(

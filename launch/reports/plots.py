@@ -1,4 +1,4 @@
-"""Plots of a report: published and measured throughput, runs by speed and memory, and losses."""
+"""Plots of a report: runs by speed and memory, and losses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import EngFormatter
 
 from launch.console.text_table import loss
 from launch.records.loss_plot import (
@@ -24,9 +24,8 @@ from launch.records.loss_plot import (
     step_ticks,
     without_formulas,
 )
-from launch.records.result import TFLOPS_BY
 from launch.reports.comparison import incomparable
-from launch.reports.entries import COLUMNS, TIME, RowEntry
+from launch.reports.entries import COLUMNS
 from launch.reports.runs import OOM, Over, Points, ReportedRun
 from recipes.problems import some
 
@@ -41,8 +40,6 @@ PALETTE = (
     "#d06fa6",
     "#7f8790",
 )
-LOG_FROM = 30  # largest / smallest value; above this the axis is logarithmic
-DECADES_FROM = 1000  # above this such an axis has ticks at powers of ten only
 RUNS_PER_PLOT = len(PALETTE)
 NAMED = 3  # runs in a title
 # One dash pattern per run, so that curves show through each other's gaps; validations have marks.
@@ -63,22 +60,7 @@ VALIDATION: dict[str, Any] = {
     "markersize": 5,
     "fillstyle": "none",
 }
-BARS: dict[str, Any] = {"facecolor": PALETTE[0], "alpha": 0.6}
-DIAMONDS: dict[str, Any] = {
-    "marker": "D",
-    "markersize": 6.5,
-    "color": PALETTE[1],
-    "linestyle": "",
-    "markeredgecolor": INK,
-    "markeredgewidth": 0.8,
-}
 MOST_POINTS = 1000  # of one curve
-# Quantity -> axis label. The time is drawn only where neither of the first two was published.
-THROUGHPUT = {
-    "tflops": "TFLOPS per GPU, counted as each row's source does",
-    "samples_per_s": "samples per second, all GPUs",
-    "time_per_iteration_s": "seconds per iteration",
-}
 OVER: dict[Over, str] = {
     "steps": "optimizer step",
     "tokens": "tokens read",
@@ -100,13 +82,6 @@ class Plot:
         return (
             f"data:image/svg+xml;base64,{base64.b64encode(self.svg.encode()).decode()}"
         )
-
-
-def throughput(entries: Sequence[RowEntry]) -> list[Plot]:
-    """Plot published numbers as bars and measured ones as points, one plot per quantity."""
-    keys = [key for key in THROUGHPUT if _published(entries, key)]
-    rates = [key for key in keys if key != TIME]
-    return [_throughput(entries, key) for key in rates or keys]
 
 
 def losses(runs: Sequence[ReportedRun], over: Over = "steps") -> list[Plot]:
@@ -133,7 +108,7 @@ def of_runs(runs: Sequence[ReportedRun]) -> list[Plot]:
     if len(runs) < 2:
         return []
     oldest_first = list(reversed(runs))
-    labels = [run.label for run in oldest_first]
+    rows = range(len(runs))
     figure = Figure(figsize=(8, 1.8 + 0.3 * len(runs)), layout="constrained")
     title = _of("Speed and memory", runs)
     figure.suptitle(title, fontsize=11, color=INK)
@@ -142,13 +117,18 @@ def of_runs(runs: Sequence[ReportedRun]) -> list[Plot]:
         for y, run in enumerate(oldest_first):
             value = COLUMNS[key].of(run.result)
             if value is None or run.status == OOM:
-                _in_place_of_a_bar(axes, y, run.status)
+                place: dict[str, Any] = {"xycoords": ("axes fraction", "data")}
+                axes.annotate(
+                    run.status, (0.01, y), fontsize=8, color=INK, va="center", **place
+                )
                 continue
-            axes.barh(y, value, height=0.62, **BARS)
+            axes.barh(y, value, height=0.62, facecolor=PALETTE[0], alpha=0.6)
             ends = run.result.speed.spread_of(value)
             if ends and key == "samples_per_s":
                 axes.plot(ends, [y, y], color=INK, linewidth=1.2, marker="|")
-        _one_row_each(axes, labels if number == 1 else [""] * len(runs))
+        axes.set_yticks(rows, [run.label * (number == 1) for run in oldest_first])
+        axes.set_ylim(len(runs) - 0.4, -0.6)  # the first at the top
+        axes.grid(visible=False, axis="y")
     caption = (
         "A run without a bar says how it ended, or has no such number. Half of a run's steps lie within its "
         "line: runs whose lines overlap are not told apart by speed."
@@ -159,49 +139,6 @@ def of_runs(runs: Sequence[ReportedRun]) -> list[Plot]:
 def _of(what: str, runs: Sequence[ReportedRun]) -> str:
     """Return the title of a plot of some runs, which no other plot of these quantities shows."""
     return f"{what} of {some([run.label for run in runs], NAMED)}"
-
-
-def _in_place_of_a_bar(axes: Axes, y: int, text: str) -> None:
-    place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "va": "center"}
-    axes.annotate(text, (0.01, y), fontsize=8, color=INK, **place)
-
-
-def _one_row_each(axes: Axes, labels: Sequence[str]) -> None:
-    """Name the rows of a plot, the first at the top."""
-    axes.set_yticks(range(len(labels)), labels)
-    axes.set_ylim(len(labels) - 0.4, -0.6)
-    axes.grid(visible=False, axis="y")
-
-
-def _throughput(entries: Sequence[RowEntry], key: str) -> Plot:
-    rows = list({entry.row.full_name: entry.row for entry in entries}.values())
-    name_of_axis = _axis(entries, key)
-    published = _published(entries, key)
-    figure = Figure(figsize=(8, 1.8 + 0.3 * len(rows)), layout="constrained")
-    title = f"Published and measured: {rows[0].table}"
-    axes = new_axes(figure, title, name_of_axis, "")
-    for y, row in enumerate(rows):
-        value = published.get(row.full_name)
-        if value is None:
-            oom = row.published and row.published.oom
-            why = "published as out of memory" if oom else "not published"
-            _in_place_of_a_bar(axes, y, why)
-        else:
-            axes.barh(y, value, height=0.62, **BARS)
-    drawn = [*published.values()]
-    for entry in entries:
-        measured = _measured(entry, key)
-        if measured is not None:
-            drawn.append(measured)
-            axes.plot(measured, rows.index(entry.row), zorder=3, **DIAMONDS)
-    least = min(drawn)
-    most = max(drawn)
-    caption = f"{name_of_axis}: bars as published, points as measured by runs that can be compared."
-    if most > LOG_FROM * least:
-        log_axis(axes, least / 2, most * 1.5)
-        caption += " The axis is logarithmic."
-    _one_row_each(axes, [f"{row.name} †" if row.errata else row.name for row in rows])
-    return _render(figure, f"{title}, {name_of_axis}", caption)
 
 
 def _losses(runs: Sequence[ReportedRun], over: Over) -> Plot:
@@ -250,42 +187,6 @@ def thin(points: Points) -> Points:
     return thinned
 
 
-def _published(entries: Sequence[RowEntry], key: str) -> dict[str, float]:
-    """Map each row with a published number to that number."""
-    numbers = {}
-    for row in (entry.row for entry in entries):
-        number = getattr(row.published, key, None)
-        if number is not None:
-            numbers[row.full_name] = number
-    return numbers
-
-
-def _counted_as(entries: Sequence[RowEntry]) -> str | None:
-    """Return our count of TFLOPS that matches the published ones; None where sources used both."""
-    counts = set()
-    for published in (entry.row.published for entry in entries):
-        if published and published.tflops is not None:
-            counts.add(TFLOPS_BY[published.tflops_by][1])
-    if len(counts) > 1:
-        return None
-    return counts.pop() if counts else "tflops"
-
-
-def _axis(entries: Sequence[RowEntry], key: str) -> str:
-    """Return the axis label; for TFLOPS it names the source's count."""
-    counted = _counted_as(entries) if key == "tflops" else None
-    return COLUMNS[counted].heading if counted else THROUGHPUT[key]
-
-
-def _measured(entry: RowEntry, key: str) -> float | None:
-    """Return the measured value; None if missing or incomparable with the row."""
-    if entry.run is None or entry.no_ratio:
-        return None
-    counted = _counted_as([entry]) if key == "tflops" else None
-    value = COLUMNS[counted or key].of(entry.run.result)
-    return value if value and value > 0 else None
-
-
 def _entropies(runs: Sequence[ReportedRun]) -> list[tuple[str, float]]:
     """Return the entropies of the runs' validation texts, each once."""
     entropies = set()
@@ -309,16 +210,6 @@ def new_axes(
     for spine in axes.spines.values():
         spine.set_color(FAINT)
     return axes
-
-
-def log_axis(axes: Axes, low: float, high: float) -> None:
-    """Make the x axis logarithmic from `low` to `high`, with plain numbers: 0.001, 1e-05."""
-    axes.set_xscale("log")
-    axes.set_xlim(low, high)
-    subs = (1.0,) if high > DECADES_FROM * low else (1.0, 2.0, 5.0)
-    axes.xaxis.set_major_locator(LogLocator(subs=subs))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
 def _render(figure: Figure, label: str, caption: str) -> Plot:
