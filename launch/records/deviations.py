@@ -169,21 +169,11 @@ def _stated_layout(reference: Recipe) -> dict[str, int | None]:
     parallel = reference.parallel
     batch = reference.batch
     # The ds_config or the launcher chooses a degree that the recipe does not state.
-    degrees = {
-        key: degree for key, degree in parallel.degrees.items() if degree is not None
-    }
-    stated: dict[str, int | None] = {
-        f"parallel.{key}": degree for key, degree in degrees.items()
-    }
+    stated = {f"parallel.{key}": degree for key, degree in parallel.degrees.items()}
     shares: tuple[int | None, int | None] | Problem = (batch.micro, batch.accumulation)
     if parallel.dp is not None and shares != (None, None):
-        shares = share_batch(
-            batch.micro,
-            batch.accumulation,
-            batch.global_,
-            parallel.dp,
-            parallel.pp or 1,
-        )
+        sizes = (batch.micro, batch.accumulation, batch.global_)
+        shares = share_batch(*sizes, parallel.dp, parallel.pp or 1)
     if not isinstance(shares, Problem):
         stated |= dict(zip(("batch.micro", "batch.accumulation"), shares, strict=True))
     return stated
@@ -202,12 +192,10 @@ class Incomparable:
     def __str__(self) -> str:
         if self.reason in REASONS:
             return REASONS[self.reason]
-        used = (
-            f" ({self.sharding[0]}; the row's is {self.sharding[1]})"
-            if self.sharding
-            else ""
-        )
-        return f"other {', '.join(key + used if key == 'ds_config' else key for key in self.keys)}"
+        used = ""
+        if self.sharding:
+            used = f" ({self.sharding[0]}; the row's is {self.sharding[1]})"
+        return f"other {', '.join(self.keys)}{used}"
 
 
 def not_comparable(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,15 +43,14 @@ class CurveName(NamedTuple):
 def plot_loss(records: Records, result: Result, out_png: Path) -> None:
     """Draw the losses of a run in training and validation, one panel for each objective."""
     figures = result.figures[:PANELS]
-    size = (8, 2.8 + 2.2 * len(figures))
+    count = len(figures)
     # by hand: pyplot would keep a global state and ask for a display
-    picture = Figure(figsize=size, layout="constrained")
-    ratios = HEIGHTS[: len(figures)]
-    panels = picture.subplots(
-        len(figures), sharex=True, squeeze=False, height_ratios=ratios
-    )[:, 0]
+    picture = Figure(figsize=(8, 2.8 + 2.2 * count), layout="constrained")
+    ratios = HEIGHTS[:count]
+    panels = picture.subplots(count, sharex=True, squeeze=False, height_ratios=ratios)
     title = textwrap.fill(result.title, TITLE_WIDTH)
     picture.suptitle(title, color=INK, weight="bold", x=0.01, ha="left")
+    panels = panels[:, 0]
     panels[0].set_title(about(result), fontsize=8, color=QUIET, loc="left")
     panels[-1].set_xlabel("optimizer step", color=INK)
     for axes, figure in zip(panels, figures, strict=True):
@@ -141,7 +141,8 @@ def moving_average(values: Sequence[float]) -> list[float]:
     At the beginning, where a loss falls steeply, it has equally many on both sides, so that the curve stays
     in place. The last value has those before it alone.
     """
-    reach = _reach(len(values))
+    # 10 steps of 300 on either side, for a window of a fifteenth of the run
+    reach = min(max(1, len(values) // 30), MOST_NEIGHBOURS)
     found = []
     for index in range(len(values)):
         before = min(reach, index)
@@ -152,11 +153,6 @@ def moving_average(values: Sequence[float]) -> list[float]:
 def mean(values: Sequence[float]) -> float:
     """Return the mean of values whose sum may be too large for a float."""
     return sum(value / len(values) for value in values)
-
-
-def _reach(count: int) -> int:
-    """Return the neighbours on either side: 10 of 300 steps, for a window of a fifteenth of the run."""
-    return min(max(1, count // 30), MOST_NEIGHBOURS)
 
 
 def step_ticks() -> MaxNLocator:
@@ -177,14 +173,11 @@ def write_in_margin(axes: Axes, names: Sequence[CurveName]) -> None:
     inches = axes.get_window_extent().height / figure.dpi
     # between two middles, as a share of the height
     gap = LINE * SIZE / 72 / inches
-    heights: list[float] = []
-    for height, _ in found:  # down, away from each one above
-        heights.append(min([height, *(above - gap for above in heights[-1:])]))
-    lowest = 0.0
-    for index in reversed(range(len(heights))):  # and up again, from the lower edge
-        heights[index] = max(heights[index], lowest)
-        lowest = heights[index] + gap
-    for height, (_, name) in zip(heights, found, strict=True):
+    # down, away from each one above, and up again, from the lower edge
+    shares = [share for share, _ in found]
+    down = [*accumulate(shares, lambda above, own: min(own, above - gap))]
+    up = accumulate(down[::-1], lambda below, own: max(own, below + gap), initial=-gap)
+    for height, (_, name) in zip([*up][:0:-1], found, strict=True):
         arrow = " ↑" if name.y > high else ""
         if name.y < low:
             arrow = " ↓"

@@ -145,12 +145,13 @@ class StartRecord:
         return math.fsum(getattr(self, part) for part in START_PARTS)
 
     def __str__(self) -> str:
-        named = {"weights": "checkpoint" if self.step > 1 else "first validation"}
-        parts = {
-            named.get(part, part.replace("_", " ")): getattr(self, part)
-            for part in START_PARTS
+        named = {
+            "weights": "checkpoint" if self.step > 1 else "first validation",
+            "first_step": "first step",
         }
-        shown = ", ".join(f"{part} {seconds:.1f}" for part, seconds in parts.items())
+        shown = ", ".join(
+            f"{named.get(part, part)} {getattr(self, part):.1f}" for part in START_PARTS
+        )
         apart = (
             f"; besides, {self.compiling:.1f} s of compiling" if self.compiling else ""
         )
@@ -211,10 +212,6 @@ class Records:
         first = self.branches[-1].step if self.branches else 0
         return tuple(step for step in self.steps if step.step > first)
 
-    def __len__(self) -> int:
-        kinds = self.steps, self.validations, self.tests, self.saves, self.notes
-        return sum(map(len, kinds))
-
 
 @dataclass(frozen=True)
 class Stretch:
@@ -233,19 +230,11 @@ def stretches(records: Records) -> list[Stretch]:
     """Group the run's own steps by their settings, in order; launches without a step do not count."""
 
     def how(record: StepRecord) -> SpeedSettings | None:
-        return next(
-            (
-                each.how
-                for each in reversed(records.launches)
-                if each.step < record.step
-            ),
-            None,
-        )
+        before = [each.how for each in records.launches if each.step < record.step]
+        return before[-1] if before else None
 
-    return [
-        Stretch(made, tuple(steps))
-        for made, steps in itertools.groupby(records.own_steps, how)
-    ]
+    groups = itertools.groupby(records.own_steps, how)
+    return [Stretch(made, tuple(steps)) for made, steps in groups]
 
 
 def curve(
@@ -296,25 +285,17 @@ def to_line(record: Record) -> str:
 def from_line(line: bytes, where: str | Path, number: int) -> Record:
     """Parse the record in line `number` of the file `where`. Raises FileError."""
     values = files.parse_json(files.decode(line, where, number), where, number)
-    kind = values.get("kind") if isinstance(values, dict) else None
-    step = values.get("step") if isinstance(values, dict) else None
-    if (
-        not isinstance(kind, str)
-        or kind not in _KINDS
-        or type(step) is not int
-        or step < 0
-    ):
-        files.refuse(
-            where,
-            "not a record of metrics, which has a kind and a step from 0",
-            line=number,
-        )
-    if kind == "step":
-        missing_keys = [key for key in STEP_KEYS if key not in values]
-        if missing_keys:
-            files.refuse(
-                where, f"a step without {', '.join(missing_keys)}", line=number
-            )
+    told = values if isinstance(values, dict) else {}
+    kind = str(told.get("kind"))
+    step = told.get("step")
+    came = ""
+    if kind not in _KINDS or type(step) is not int or step < 0:
+        came = "not a record of metrics, which has a kind and a step from 0"
+    elif kind == "step" and not told.keys() >= {*STEP_KEYS}:
+        missing_keys = [key for key in STEP_KEYS if key not in told]
+        came = f"a step without {', '.join(missing_keys)}"
+    if came:
+        files.refuse(where, came, line=number)
     values["parts"] = {name: values[name] for name in PARTS if name in values}
     record: Record = files.checked(_KINDS[kind][0], values, where, number)
     return record
@@ -352,20 +333,14 @@ def truncate(
     the steps up to `step` without a record, as `missing`. Raises OSError.
     """
     broken: list[files.FileError] = []
-    kept: list[tuple[bytes, Record]] = []
+    kept = []
     if step:
-        kept = [
-            (line, record)
-            for line, record in _parsed(path, broken)
-            if record.step <= step
-        ]
+        kept = [each for each in _parsed(path, broken) if each[1].step <= step]
     if broken:
         copy = unused_name(path)
         shutil.copyfile(path, copy)
-        problems += [
-            *_left_out(path, broken),
-            f"the file with these lines is kept as {copy}",
-        ]
+        problems += _left_out(path, broken)
+        problems.append(f"the file with these lines is kept as {copy}")
     if path.exists():
         write_atomically(path, b"".join(line for line, _ in kept).decode())
     steps = (record for _, record in kept if isinstance(record, StepRecord))
@@ -375,15 +350,12 @@ def truncate(
 def begin_branch(path: Path, branch: Branch) -> None:
     """Write the records of the other run up to the branch, and where it is. Raises OSError."""
     theirs = Path(branch.run) / path.name
-    kept = [
-        (line, record)
-        for line, record in _parsed(theirs, [])
-        if record.kind in OF_PARENT
-    ]
-    lines = [line.decode() for line, record in kept if record.step <= branch.step]
-    write_atomically(
-        path, "".join([*lines, to_line(BranchRecord(branch.step, branch, time.time()))])
-    )
+    lines = []
+    for line, record in _parsed(theirs, []):
+        if record.kind in OF_PARENT and record.step <= branch.step:
+            lines.append(line.decode())
+    lines.append(to_line(BranchRecord(branch.step, branch, time.time())))
+    write_atomically(path, "".join(lines))
 
 
 def missing(steps: Iterable[StepRecord], last: int, begins_after: int) -> list[int]:
@@ -401,11 +373,11 @@ def missing(steps: Iterable[StepRecord], last: int, begins_after: int) -> list[i
 
 def unused_name(path: Path) -> Path:
     """Return an unused name next to `path` for older metrics, which are kept."""
-    names = (
-        path.with_name(f"metrics-before-{number}.jsonl")
-        for number in itertools.count(1)
-    )
-    return next(name for name in names if not name.exists())
+    for number in itertools.count(1):
+        name = path.with_name(f"metrics-before-{number}.jsonl")
+        if not name.exists():
+            break
+    return name
 
 
 def _parsed(

@@ -88,9 +88,9 @@ def describe_plan(
         if ramp
         else ""
     )
-    lines = [
+    lines: list[tuple[str, object]] = [
         ("recipe", f"{name}: {title_of(recipe)}"),
-        *([("  taken from", surroundings.recipe_of)] if surroundings.recipe_of else []),
+        ("  taken from", surroundings.recipe_of),
         *describe_branch(recipe.branch),
         ("model", shape),
         *describe_attention(model, surroundings.band_kernel),
@@ -107,21 +107,13 @@ def describe_plan(
         ("optimizer", f"{OPTIMIZERS[o.name]}, {rule}"),
         ("schedule", describe_schedule(recipe)),
         ("training", length_of_run),
-        *(
-            [("data", describe_data(plan, surroundings.data))]
-            if surroundings.data
-            else []
-        ),
-        *([("data", surroundings.text)] if surroundings.text else []),
+        ("data", describe_data(surroundings.data)),
+        ("data", surroundings.text),
         ("hardware", surroundings.hardware),
-        *(
-            [("run directory", surroundings.run_directory)]
-            if surroundings.run_directory
-            else []
-        ),
+        ("run directory", surroundings.run_directory),
     ]
     page = Page(width)
-    page.facts(*lines)
+    page.facts(*((label, value) for label, value in lines if value))
     page.text(*(str(each) for each in plan.notices if not each.differs), hang=2)
     for notice in plan.notices:
         if notice.differs:
@@ -185,16 +177,19 @@ def describe_states(plan: Plan) -> str:
     return f"model states of {sizes}, counted; launch/plan.py predicts the rest"
 
 
-def describe_data(plan: Plan, data: Mapping[str, Any]) -> str:
-    """Name the source of the text, and the share of it that the run reads."""
+def describe_data(data: Mapping[str, Any] | None) -> str | None:
+    """Name the source of the text, its tokens and what is held out; None: not known yet."""
+    if not data:
+        return None
     tokens = (
         f"{data['train_tokens']:,} training tokens, " if "train_tokens" in data else ""
     )
     read = "" if data.get("samples_per_epoch") else "streamed; "
-    held_out = f"{counted(data['validation_samples'], 'validation sample')} of held-out documents"
-    if "held_out" in data:
-        held_out = f"{counted(data['validation_samples'], 'validation sample')}; {data['held_out']}"
-    return f"{data['source']}, {tokens}{read}{held_out}"
+    samples = counted(data["validation_samples"], "validation sample")
+    held_out = (
+        f"; {data['held_out']}" if "held_out" in data else " of held-out documents"
+    )
+    return f"{data['source']}, {tokens}{read}{samples}{held_out}"
 
 
 def describe_epochs(recipe: Recipe, data: Mapping[str, Any]) -> str:

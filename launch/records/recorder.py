@@ -221,11 +221,8 @@ class Recorder(SilentRecorder):
         self._follow()
         self._write(replace(saved, time=time.time()))
         per_second = saved.bytes / saved.seconds
-        for name, value in (
-            ("blocking_seconds", saved.blocking_seconds),
-            ("bytes_per_second", per_second),
-        ):
-            self._scalar(f"save/{name}", value, saved.step)
+        self._scalar("save/blocking_seconds", saved.blocking_seconds, saved.step)
+        self._scalar("save/bytes_per_second", per_second, saved.step)
         if saved.problem:
             lost = f"WARNING: no checkpoint of step {saved.step}: {saved.problem}"
             self._screen.line(lost, terminal.YELLOW)
@@ -318,7 +315,7 @@ class Recorder(SilentRecorder):
         if self._stream is None:
             return
         run = self._run
-        hardware = description.summary(self._run.machine)
+        hardware = description.summary(run.machine)
         surroundings = Surroundings(
             hardware,
             run.band_kernel,
@@ -327,9 +324,8 @@ class Recorder(SilentRecorder):
             recipe_of=run.recipe_of,
             seconds=run.seconds,
         )
-        text = describe_plan(
-            run.plan, run.name, surroundings, terminal.columns(self._stream)
-        )
+        width = terminal.columns(self._stream)
+        text = describe_plan(run.plan, run.name, surroundings, width)
         beat = ", ".join(
             f"{kind} {nats:.4f}" for kind, nats in vars(run.entropies).items()
         )
@@ -411,9 +407,7 @@ class Recorder(SilentRecorder):
         self, group: str, record: StepRecord | ValidationRecord, names: tuple[str, ...]
     ) -> None:
         for name in names:
-            value = (
-                record.parts[name] if name in record.parts else getattr(record, name)
-            )
+            value = record.parts.get(name, getattr(record, name, None))
             if value is not None:
                 self._scalar(f"{group}/{name}", value, record.step)
 

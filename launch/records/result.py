@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from pydantic import TypeAdapter
 
@@ -235,19 +235,15 @@ def make_result(run: RunFacts, records: Records, ending: Ending) -> Result:
     recorded = [record.peak_memory_bytes for record in measured_over.steps]
     peaks = ending.peaks or Peaks()
     peak = max(recorded if elsewhere else [peaks.bytes or 0, *recorded])
-    stated = (
-        [Deviation("status", ending.status, is_=ending.reason)] if ending.reason else []
-    )
-    stated += deviations(run, last)
-    stated += [
-        Deviation("otherwise", str(each), is_=str(each.how or NOT_RECORDED))
-        for each in others
-    ]
-    stated += (
-        [Deviation("measured", str(measured_over), is_=str(measured_over.how))]
-        if elsewhere
-        else []
-    )
+    stated = deviations(run, last)
+    if ending.reason:
+        stated.insert(0, Deviation("status", ending.status, is_=ending.reason))
+    for each in others:
+        used = str(each.how or NOT_RECORDED)
+        stated.append(Deviation("otherwise", str(each), is_=used))
+    if elsewhere:
+        used = str(measured_over.how)
+        stated.append(Deviation("measured", str(measured_over), is_=used))
     other = not_comparable(
         run.original or recipe, plan, tiny=run.tiny, emulated_fp16=run.emulated_fp16
     )
@@ -330,10 +326,9 @@ def _training_loss(steps: Sequence[StepRecord]) -> TrainingLoss:
     last = steps[-LAST_STEPS:]
     if not last:
         return TrainingLoss()
-    parts = {
-        name: _mean([record.parts.get(name) for record in last])
-        for name in last[-1].parts
-    }
+    parts = {}
+    for name in last[-1].parts:
+        parts[name] = _mean([record.parts.get(name) for record in last])
     return TrainingLoss(_mean([record.loss for record in last]), parts, len(last))
 
 
@@ -346,37 +341,28 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def _last(records: Sequence[metrics.ValidationRecord]) -> HeldOutLoss | None:
-    return (
-        HeldOutLoss(records[-1].loss, records[-1].parts, records[-1].step)
-        if records
-        else None
-    )
+    if not records:
+        return None
+    last = records[-1]
+    return HeldOutLoss(last.loss, last.parts, last.step)
 
 
-class SteadySeconds(NamedTuple):
-    """Median and quartiles of the seconds per step, of how many steps, without how many of each launch."""
-
-    median: float
-    steps: int
-    left_out: int
-    quartiles: tuple[float, float] | None
-
-
-def steady_seconds(steps: Sequence[StepRecord]) -> SteadySeconds | None:
-    """Return the seconds of the steps after each launch's first; None without a step.
+def steady_seconds(
+    steps: Sequence[StepRecord],
+) -> tuple[float, int, int, tuple[float, float] | None] | None:
+    """Return the first fields of `Speed`, of the steps after each launch's first; None without a step.
 
     Profiled steps do not count. A run that is too short for WARMUP_STEPS leaves out its first step only.
     """
     for left_out in (WARMUP_STEPS, 1, 0):
         late = (record for record in steps if record.launch_step > left_out)
         steady = [record.seconds for record in late if not record.profiled]
+        quartiles = None
         if len(steady) >= LEAST_OF_QUARTILES:
             low, _, high = statistics.quantiles(steady, method="inclusive")
-            return SteadySeconds(
-                statistics.median(steady), len(steady), left_out, (low, high)
-            )
+            quartiles = (low, high)
         if steady:
-            return SteadySeconds(statistics.median(steady), len(steady), left_out, None)
+            return statistics.median(steady), len(steady), left_out, quartiles
     return None
 
 
@@ -391,12 +377,10 @@ def _speed(plan: Plan, steps: Sequence[StepRecord], elsewhere: bool) -> Speed:
         return Speed()
     speeds = rates(plan, steady[0], sizes[-1])
     if elsewhere:
-        own = {name: getattr(steps[-1], name) for name in speeds}
         share = steps[-1].seconds / steady[0]
-        speeds = {
-            name: None if value is None else value * share
-            for name, value in own.items()
-        }
+        for name in speeds:
+            own = getattr(steps[-1], name)
+            speeds[name] = None if own is None else own * share
     steps = [record for record in steps if not record.profiled]
     late = [record for record in steps if record.launch_step > WARMUP_STEPS] or steps
     total = math.fsum(record.seconds for record in late)

@@ -11,7 +11,7 @@ from launch.reports.entries import (
     COUNTS,
     PEAK,
     QUANTITIES,
-    SPEEDS,
+    RATES,
     SPLITS,
     TIME,
     Column,
@@ -26,6 +26,7 @@ from recipes.problems import counted
 
 MOST_COMPARED = 6  # runs; a table of more columns is unreadable
 ABSENT = "absent"
+TINY = " (tiny)"
 
 # Parts of a recipe that are shown elsewhere or change nothing.
 OMITTED = {*NO_NUMBER - {"run"}, "branch"}
@@ -61,15 +62,14 @@ def compare(runs: Sequence[ReportedRun]) -> Comparison:
     for run, why in zip(others, why_not, strict=True):
         if not why:
             findings.append(curve_finding(first, run))
-    labels = tuple(run.label for run in runs)
-    changed = tuple(f"{label}, next to {labels[0]}" for label in labels[1:])
+    labels = ("", *(run.label for run in runs))
+    headings = (*labels, *(f"{run.label}, next to {first.label}" for run in others))
     kinds = ("name", *["text"] * len(runs), *["change"] * len(others))
     outcomes = list(result_rows(runs, why_not))
-    headings = ("", *labels, *changed)
     results = ReportTable(headings, kinds, outcomes, "Results", style="results")
     made = "What differs in how they were made"
     differing = list(configuration(runs))
-    keys = ReportTable(("", *labels), kinds, differing, made, style="differences")
+    keys = ReportTable(labels, kinds, differing, made, style="differences")
     return Comparison(runs, results, keys, [*filter(None, why_not)], findings)
 
 
@@ -87,8 +87,8 @@ def result_rows(
 ) -> Iterator[tuple[str, ...]]:
     """Yield every quantity that any run has, with the changes from the first run."""
     first, *others = runs
-    statuses = [run.status + (" (tiny)" if run.tiny else "") for run in runs]
-    yield "status", *statuses, *[""] * len(others)
+    unchanged = [""] * len(others)
+    yield "status", *(f"{run.status}{TINY * run.tiny}" for run in runs), *unchanged
     figures = [figure for run in runs for figure in run.result.figures]
     losses = [column for split in SPLITS for column in loss_columns(split, figures)]
     for column in (*COUNTS, *losses, *QUANTITIES):
@@ -100,8 +100,8 @@ def result_rows(
                 changes.append(_change(first, run, column, why))
             yield column.heading, *map(show, values), *changes
         if column.key == TIME and any(run.result.speed.quartiles_s for run in runs):
-            spreads = [spread(run.result) for run in runs]
-            yield "half of the steps (s)", *spreads, *[""] * len(others)
+            spreads = (spread(run.result) for run in runs)
+            yield "half of the steps (s)", *spreads, *unchanged
 
 
 def _change(a: ReportedRun, b: ReportedRun, column: Column, why: str | None) -> str:
@@ -112,7 +112,9 @@ def _change(a: ReportedRun, b: ReportedRun, column: Column, why: str | None) -> 
         return NOTHING
     if column.change == "loss" and why:
         return "not comparable"
-    if column.key in SPEEDS and _overlap(_spread(a, column), _spread(b, column)):
+    one = _spread(a, column)
+    other = _spread(b, column)
+    if one and other and max(one[0], other[0]) <= min(one[1], other[1]):
         return "within the spread"
     kinds = {a.result.memory.kind, b.result.memory.kind} - {None}
     if column.key == PEAK and len(kinds) > 1:
@@ -124,22 +126,11 @@ def _change(a: ReportedRun, b: ReportedRun, column: Column, why: str | None) -> 
 
 
 def _spread(run: ReportedRun, column: Column) -> tuple[float, float] | None:
+    """Return between which values of a speed half of the steps lie; runs that overlap are equally fast."""
     speed = run.result.speed
-    return (
-        speed.quartiles_s
-        if column.key == TIME
-        else speed.spread_of(column.of(run.result))
-    )
-
-
-def _overlap(
-    one: tuple[float, float] | None, other: tuple[float, float] | None
-) -> bool:
-    """Check whether two spreads overlap, so that neither run is the faster one."""
-    if one is None or other is None:
-        return False
-    lows, highs = zip(one, other, strict=True)
-    return max(lows) <= min(highs)
+    if column.key == TIME:
+        return speed.quartiles_s
+    return speed.spread_of(column.of(run.result)) if column.key in RATES else None
 
 
 def incomparable(a: ReportedRun, b: ReportedRun) -> str | None:
@@ -197,13 +188,14 @@ def curve_finding(a: ReportedRun, b: ReportedRun) -> str:
 
 
 def _facts(run: ReportedRun) -> dict[str, Any]:
-    facts = {
-        "recipe": run.name + (" (tiny)" if run.tiny else ""),
+    facts: dict[str, Any] = {
+        "recipe": f"{run.name}{TINY * run.tiny}",
         "ds_config": run.result.ds_config,
         "implementation": run.result.implementation or ABSENT,
         "precision": run.result.precision_text,
-        **run.machine,
     }
+    if run.launch:
+        facts |= run.launch.machine
     plan = run.plan
     if plan:
         recipe = plan.recipe.model_dump(mode="json", by_alias=True, exclude=OMITTED)

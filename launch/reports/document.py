@@ -86,7 +86,7 @@ class Section:
     @property
     def summary(self) -> str:
         """Count the rows, and the runs by size, in words."""
-        scales = Counter(entry.scale for entry in self.entries if entry.run)
+        scales = Counter(entry.scale for entry in self.entries)
         counts = [
             f"{counted(scales[scale], 'run')} {how}"
             for scale, how in SCALES.items()
@@ -139,9 +139,7 @@ def assemble(
         names = [*names, *sorted(of_runs)]
     names = list(dict.fromkeys(names))
     shown = [run for run in runs if run.table in names]
-    left_out = sum(
-        run not in shown and run.pretrained_table not in names for run in runs
-    )
+    left_out = sum(not {run.table, run.pretrained_table} & {*names} for run in runs)
     if left_out:
         notes.append(f"{counted(left_out, 'run')} of other tables left out (--table)")
     if len(shown) > MOST_COMPARED:
@@ -152,7 +150,7 @@ def assemble(
     def section(table: PublishedTable, entries: list[RowEntry]) -> Section:
         ran = [entry.run for entry in entries if entry.run]
         remarks = [(row, remarks_of(row)) for row in table.rows]
-        drawn = plots.throughput(entries) + plots.of_runs(ran)
+        drawn = plots.of_runs(ran)
         if comparison is None:  # which draws the losses
             drawn += plots.losses(ran, over)
         return Section(

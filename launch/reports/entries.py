@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from launch.console.text_table import gigabytes, loss, number, ratio
-from launch.records.deviations import (
-    Deviation,
-    Incomparable,
-    changed_work,
-    not_comparable,
-)
+from launch.records.deviations import Deviation, changed_work, not_comparable
 from launch.records.result import TFLOPS_BY, ComparedQuantity, Result, compare_with
 from launch.records.result_text import EXACT
 from launch.records.titles import texts
 from launch.reports.runs import OOM, ReportedRun
 from launch.reports.tables import PublishedRow, PublishedTable
 from recipes.families import LossFigure
+from recipes.schema import Recipe
 from recipes.tiny import tiny
 
 # size of a run compared with its row
@@ -98,7 +94,7 @@ QUANTITIES = (
 COLUMNS = {column.key: column for column in (*COUNTS, *QUANTITIES)}
 TIME = "time_per_iteration_s"
 PEAK = "peak_gb"
-SPEEDS = (TIME, "samples_per_s", "tokens_per_s", "tflops", "exact_tflops")
+RATES = ("samples_per_s", "tokens_per_s", "tflops", "exact_tflops")
 # Shown next to published rows, and in the CSV.
 _MEASURED_KEYS = (
     "steps",
@@ -133,15 +129,13 @@ class RowEntry:
 
     Attributes:
         compared: the run's numbers next to the published ones; empty where nothing was published.
-        incomparable: the reason why there are no ratios.
-        memory: words about an out-of-memory error, published or measured; such a run has no ratios.
+        no_ratio: why there are no ratios; None with ratios, or with nothing to compare with.
     """
 
     row: PublishedRow
     run: ReportedRun | None = None
     compared: tuple[ComparedQuantity, ...] = ()
-    incomparable: Incomparable | None = None
-    memory: str | None = None
+    no_ratio: str | None = None
 
     @property
     def status(self) -> str:
@@ -160,10 +154,7 @@ class RowEntry:
             return "tiny"
         if row is None or run.recipe is None:
             return "unknown"
-        changed = any(
-            key.startswith(OTHER_MODEL) for key in changed_work(row, run.recipe)
-        )
-        return "other" if changed else "full"
+        return "other" if of_another_model(row, run.recipe) else "full"
 
     @property
     def ratios(self) -> dict[str, float]:
@@ -173,13 +164,6 @@ class RowEntry:
             for each in self.compared
             if each.ratio is not None
         }
-
-    @property
-    def no_ratio(self) -> str | None:
-        """Return why there are no ratios; None with ratios, or with nothing to compare with."""
-        return (
-            f"not compared: {self.incomparable}" if self.incomparable else self.memory
-        )
 
     @property
     def outcome(self) -> str:
@@ -233,45 +217,46 @@ def is_of_row(row: PublishedRow, run: ReportedRun) -> bool:
     if row.published or row.recipe is None or run.recipe is None:
         return True
     recipe = tiny(row.recipe) if run.tiny else row.recipe
-    changed = changed_work(recipe, run.recipe)
     same_text = texts(recipe.data) == texts(run.recipe.data)
-    return same_text and not any(key.startswith(OTHER_MODEL) for key in changed)
+    return same_text and not of_another_model(recipe, run.recipe)
+
+
+def of_another_model(row: Recipe, run: Recipe) -> bool:
+    return any(key.startswith(OTHER_MODEL) for key in changed_work(row, run))
+
+
+def begun(run: ReportedRun) -> float:
+    return run.started.timestamp() if run.started else 0.0
 
 
 def entries_of(table: PublishedTable, runs: Sequence[ReportedRun]) -> list[RowEntry]:
     """Return the entries of every row in table order, those with runs first, and the newest run first."""
     entries = []
-    newest_first = sorted(
-        runs,
-        key=lambda run: run.started.timestamp() if run.started else 0.0,
-        reverse=True,
-    )
+    newest_first = sorted(runs, key=begun, reverse=True)
     for row in table.rows:
-        entries += [
-            entry_of(row, run) for run in newest_first if is_of_row(row, run)
-        ] or [RowEntry(row)]
+        own = [entry_of(row, run) for run in newest_first if is_of_row(row, run)]
+        entries += own or [RowEntry(row)]
     return sorted(entries, key=lambda entry: entry.run is None)
 
 
 def entry_of(row: PublishedRow, run: ReportedRun) -> RowEntry:
     """Compare the run with the published numbers of its row."""
-    entry = RowEntry(row, run)
     published = row.published
     if published is None:
-        return entry
-    why = not_comparable(
+        return RowEntry(row, run)
+    why_not = not_comparable(
         row.recipe, run.plan, tiny=run.tiny, emulated_fp16=run.result.emulated_fp16
     )
-    if why:
-        return replace(entry, incomparable=why)
-    if run.status == OOM:
-        agreement = (
-            "OOM, as published" if published.oom else "OOM, published as running"
-        )
-        return replace(entry, memory=agreement)
-    if published.oom:
-        return replace(entry, memory=f"published as OOM; this run: {run.status}")
-    return replace(entry, compared=compare_with(published, run.result, comparable=True))
+    if why_not:
+        why = f"not compared: {why_not}"
+    elif run.status == OOM:
+        why = "OOM, as published" if published.oom else "OOM, published as running"
+    elif published.oom:
+        why = f"published as OOM; this run: {run.status}"
+    else:
+        compared = compare_with(published, run.result, comparable=True)
+        return RowEntry(row, run, compared)
+    return RowEntry(row, run, no_ratio=why)
 
 
 class EntryRemark(NamedTuple):
@@ -280,11 +265,6 @@ class EntryRemark(NamedTuple):
     kind: str
     text: str
     key: str = ""
-
-    @property
-    def what(self) -> str:
-        """Return the words in front of the sentence: its kind and key."""
-        return f"{self.kind}: {self.key}" if self.key else self.kind
 
 
 def remarks_of(row: PublishedRow) -> list[EntryRemark]:

@@ -1,10 +1,10 @@
-"""Plots of a report: published and measured throughput, runs by speed and memory, and losses."""
+"""Plots of a report: runs by speed and memory, and losses."""
 
 from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import EngFormatter
 
 from launch.console.text_table import loss
 from launch.records.loss_plot import (
@@ -24,12 +24,10 @@ from launch.records.loss_plot import (
     step_ticks,
     without_formulas,
 )
-from launch.records.result import TFLOPS_BY
-from launch.records.result_text import EXACT
 from launch.reports.comparison import incomparable
-from launch.reports.entries import COLUMNS, TIME, RowEntry
+from launch.reports.entries import COLUMNS
 from launch.reports.runs import OOM, Over, Points, ReportedRun
-from recipes.problems import counted, some
+from recipes.problems import some
 
 FAINT = "#c3c9cf"
 PALETTE = (
@@ -42,8 +40,6 @@ PALETTE = (
     "#d06fa6",
     "#7f8790",
 )
-LOG_FROM = 30  # largest / smallest value; above this the axis is logarithmic
-DECADES_FROM = 1000  # above this such an axis has ticks at powers of ten only
 RUNS_PER_PLOT = len(PALETTE)
 NAMED = 3  # runs in a title
 # One dash pattern per run, so that curves show through each other's gaps; validations have marks.
@@ -64,22 +60,7 @@ VALIDATION: dict[str, Any] = {
     "markersize": 5,
     "fillstyle": "none",
 }
-BARS: dict[str, Any] = {"facecolor": PALETTE[0], "alpha": 0.6}
-DIAMONDS: dict[str, Any] = {
-    "marker": "D",
-    "markersize": 6.5,
-    "color": PALETTE[1],
-    "linestyle": "",
-    "markeredgecolor": INK,
-    "markeredgewidth": 0.8,
-}
 MOST_POINTS = 1000  # of one curve
-# Quantity -> axis label. The time is drawn only where neither of the first two was published.
-THROUGHPUT = {
-    "tflops": "TFLOPS per GPU, counted as each row's source does",
-    "samples_per_s": "samples per second, all GPUs",
-    "time_per_iteration_s": "seconds per iteration",
-}
 OVER: dict[Over, str] = {
     "steps": "optimizer step",
     "tokens": "tokens read",
@@ -103,37 +84,23 @@ class Plot:
         )
 
 
-def throughput(entries: Sequence[RowEntry]) -> list[Plot]:
-    """Plot published numbers as bars and measured ones as points, one plot per quantity."""
-    keys = [key for key in THROUGHPUT if _published(entries, key)]
-    rates = [key for key in keys if key != TIME]
-    return [_throughput(entries, key) for key in rates or keys]
-
-
 def losses(runs: Sequence[ReportedRun], over: Over = "steps") -> list[Plot]:
     """Plot training losses (moving average) and validations over steps, tokens or hours.
 
     Runs whose losses are not comparable have plots of their own; a plot has `RUNS_PER_PLOT` runs. Their names
     stand in the margin.
     """
+    waiting = [run for run in runs if run.training or run.validation]
     plots = []
-    for drawn in _comparable(run for run in runs if run.training or run.validation):
+    while waiting:
+        first, *others = waiting
+        drawn = [first]
+        waiting = []
+        for run in others:
+            (waiting if incomparable(first, run) else drawn).append(run)
         for start in range(0, len(drawn), RUNS_PER_PLOT):
             plots.append(_losses(drawn[start : start + RUNS_PER_PLOT], over))
     return plots
-
-
-def _comparable(runs: Iterable[ReportedRun]) -> list[list[ReportedRun]]:
-    """Group runs by whether their losses can be compared."""
-    groups: list[list[ReportedRun]] = []
-    for run in runs:
-        for group in groups:
-            if not incomparable(group[0], run):
-                group.append(run)
-                break
-        else:
-            groups.append([run])
-    return groups
 
 
 def of_runs(runs: Sequence[ReportedRun]) -> list[Plot]:
@@ -141,7 +108,7 @@ def of_runs(runs: Sequence[ReportedRun]) -> list[Plot]:
     if len(runs) < 2:
         return []
     oldest_first = list(reversed(runs))
-    labels = [run.label for run in oldest_first]
+    rows = range(len(runs))
     figure = Figure(figsize=(8, 1.8 + 0.3 * len(runs)), layout="constrained")
     title = _of("Speed and memory", runs)
     figure.suptitle(title, fontsize=11, color=INK)
@@ -150,13 +117,18 @@ def of_runs(runs: Sequence[ReportedRun]) -> list[Plot]:
         for y, run in enumerate(oldest_first):
             value = COLUMNS[key].of(run.result)
             if value is None or run.status == OOM:
-                _in_place_of_a_bar(axes, y, run.status)
+                place: dict[str, Any] = {"xycoords": ("axes fraction", "data")}
+                axes.annotate(
+                    run.status, (0.01, y), fontsize=8, color=INK, va="center", **place
+                )
                 continue
-            axes.barh(y, value, height=0.62, **BARS)
+            axes.barh(y, value, height=0.62, facecolor=PALETTE[0], alpha=0.6)
             ends = run.result.speed.spread_of(value)
             if ends and key == "samples_per_s":
                 axes.plot(ends, [y, y], color=INK, linewidth=1.2, marker="|")
-        _one_row_each(axes, labels if number == 1 else [""] * len(runs))
+        axes.set_yticks(rows, [run.label * (number == 1) for run in oldest_first])
+        axes.set_ylim(len(runs) - 0.4, -0.6)  # the first at the top
+        axes.grid(visible=False, axis="y")
     caption = (
         "A run without a bar says how it ended, or has no such number. Half of a run's steps lie within its "
         "line: runs whose lines overlap are not told apart by speed."
@@ -167,64 +139,6 @@ def of_runs(runs: Sequence[ReportedRun]) -> list[Plot]:
 def _of(what: str, runs: Sequence[ReportedRun]) -> str:
     """Return the title of a plot of some runs, which no other plot of these quantities shows."""
     return f"{what} of {some([run.label for run in runs], NAMED)}"
-
-
-def _in_place_of_a_bar(axes: Axes, y: int, text: str) -> None:
-    place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "va": "center"}
-    axes.annotate(text, (0.01, y), fontsize=8, color=INK, **place)
-
-
-def _one_row_each(axes: Axes, labels: Sequence[str]) -> None:
-    """Name the rows of a plot, the first at the top."""
-    axes.set_yticks(range(len(labels)), labels)
-    axes.set_ylim(len(labels) - 0.4, -0.6)
-    axes.grid(visible=False, axis="y")
-
-
-def _throughput(entries: Sequence[RowEntry], key: str) -> Plot:
-    rows = list({entry.row.full_name: entry.row for entry in entries}.values())
-    name_of_axis = _axis(entries, key)
-    published = _published(entries, key)
-    figure = Figure(figsize=(8, 1.8 + 0.3 * len(rows)), layout="constrained")
-    title = f"Published and measured: {rows[0].table}"
-    axes = new_axes(figure, title, name_of_axis, "")
-    for y, row in enumerate(rows):
-        value = published.get(row.full_name)
-        if value is None:
-            oom = row.published and row.published.oom
-            why = "published as out of memory" if oom else "not published"
-            _in_place_of_a_bar(axes, y, why)
-        else:
-            axes.barh(y, value, height=0.62, **BARS)
-    points = []
-    for entry in entries:
-        measured = _measured(entry, key)
-        if measured is not None:
-            points.append(measured)
-            axes.plot(measured, rows.index(entry.row), zorder=3, **DIAMONDS)
-    drawn = [*published.values(), *points]
-    least = min(drawn)
-    most = max(drawn)
-    parts = [f"{name_of_axis}: bars as published, points as measured."]
-    if most > LOG_FROM * least:
-        log_axis(axes, least / 2, most * 1.5)
-        parts.append("The axis is logarithmic.")
-    _one_row_each(axes, [f"{row.name} †" if row.errata else row.name for row in rows])
-    if key == "tflops" and _counted_as(entries) == "exact_tflops":
-        parts.append(f"{EXACT[0].upper()}{EXACT[1:]}.")
-    if any(row.errata for row in rows):
-        parts.append("†: the source contradicts itself there.")
-    parts.append(_left_out(entries, points))
-    return _render(figure, f"{title}, {name_of_axis}", " ".join(parts))
-
-
-def _left_out(entries: Sequence[RowEntry], points: Sequence[float]) -> str:
-    """Say which measured values are no points; "" for none."""
-    left_out = sum(entry.incomparable is not None for entry in entries)
-    if left_out:
-        whose = "whose numbers are not those of the row (see the table)."
-        return f"{counted(left_out, 'run')} left out, {whose}"
-    return "" if points else "Nothing of this table has been measured here."
 
 
 def _losses(runs: Sequence[ReportedRun], over: Over) -> Plot:
@@ -251,7 +165,8 @@ def _losses(runs: Sequence[ReportedRun], over: Over) -> Plot:
             places = zip(*validations, strict=True)
             axes.plot(*places, color=color, marker=mark, **VALIDATION)
         for _, last in [*points, *validations][-1:]:
-            names.append(CurveName(last, f"{run.full_label} {loss(last)}", color))
+            mark = " (TINY)" * run.tiny
+            names.append(CurveName(last, f"{run.label}{mark} {loss(last)}", color))
     draw_references(axes, _entropies(runs), names)
     caption = (
         "Lines: training loss, the mean of the steps around each (a fifteenth of the run, 201 at most). Marks "
@@ -270,41 +185,6 @@ def thin(points: Points) -> Points:
         across, up = zip(*points[start : start + size], strict=True)
         thinned.append((mean(across), mean(up)))
     return thinned
-
-
-def _published(entries: Sequence[RowEntry], key: str) -> dict[str, float]:
-    """Map each row with a published number to that number."""
-    numbers = {
-        entry.row.full_name: getattr(entry.row.published, key, None)
-        for entry in entries
-    }
-    return {name: number for name, number in numbers.items() if number is not None}
-
-
-def _counted_as(entries: Sequence[RowEntry]) -> str | None:
-    """Return our count of TFLOPS that matches the published ones; None where sources used both."""
-    published = [entry.row.published for entry in entries if entry.row.published]
-    counts = {each.tflops_by for each in published if each.tflops is not None} or {
-        "formula"
-    }
-    return TFLOPS_BY[counts.pop()][1] if len(counts) == 1 else None
-
-
-def _axis(entries: Sequence[RowEntry], key: str) -> str:
-    """Return the axis label; for TFLOPS it names the source's count."""
-    counted = _counted_as(entries) if key == "tflops" else None
-    return COLUMNS[counted].heading if counted else THROUGHPUT[key]
-
-
-def _measured(entry: RowEntry, key: str) -> float | None:
-    """Return the measured value; None if missing or incomparable with the row."""
-    counted = _counted_as([entry]) if key == "tflops" else key
-    value = (
-        COLUMNS[counted or key].of(entry.run.result)
-        if entry.run and not entry.no_ratio
-        else None
-    )
-    return value if value and value > 0 else None
 
 
 def _entropies(runs: Sequence[ReportedRun]) -> list[tuple[str, float]]:
@@ -330,16 +210,6 @@ def new_axes(
     for spine in axes.spines.values():
         spine.set_color(FAINT)
     return axes
-
-
-def log_axis(axes: Axes, low: float, high: float) -> None:
-    """Make the x axis logarithmic from `low` to `high`, with plain numbers: 0.001, 1e-05."""
-    axes.set_xscale("log")
-    axes.set_xlim(low, high)
-    subs = (1.0,) if high > DECADES_FROM * low else (1.0, 2.0, 5.0)
-    axes.xaxis.set_major_locator(LogLocator(subs=subs))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
 def _render(figure: Figure, label: str, caption: str) -> Plot:

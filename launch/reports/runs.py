@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import itertools
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -48,8 +50,6 @@ class ReportedRun:
         name: its recipe, table/row, without "-tiny".
         result: for an unfinished run made from its metrics; empty where the files do not suffice.
         plan, launch: of the newest launch; None if unreadable.
-        training, validation: (step, nats) of the finite losses per predicted token or example.
-        hours: (step, hours of all steps up to it, also of those before a branch).
         scores: from scores.json, written by launch/score.py.
         pretrained: the pretraining run of a fine-tuning run's weights; None without one.
         records: the lines of metrics.jsonl.
@@ -62,9 +62,6 @@ class ReportedRun:
     result: Result
     plan: Plan | None
     launch: Launch | None
-    training: Points
-    validation: Points
-    hours: Points
     problems: tuple[str, ...]
     scores: tuple[Score, ...] = ()
     pretrained: Pretrained | None = None
@@ -94,13 +91,18 @@ class ReportedRun:
         return "measured" if self.result.status == "ok" else self.result.status
 
     @property
-    def full_label(self) -> str:
-        """Return the label, marked if the run is tiny."""
-        return self.label + (" (TINY)" if self.tiny else "")
-
-    @property
     def recipe(self) -> Recipe | None:
         return self.plan.recipe if self.plan else None
+
+    @cached_property
+    def training(self) -> Points:
+        """Return (step, nats) of the finite losses per predicted token or example."""
+        return curve(self.records.steps, self.result.figures[0])
+
+    @cached_property
+    def validation(self) -> Points:
+        """Return the same of held-out text."""
+        return curve(self.records.validations, self.result.figures[0])
 
     def along(self, points: Points, over: Over) -> Points:
         """Place points of steps over the tokens read, or the hours of the steps, up to them.
@@ -109,11 +111,13 @@ class ReportedRun:
         """
         if over == "steps":
             return points
-        if over == "hours":
-            ends = [0.0, *(step for step, _ in self.hours)]
-            hours = [0.0, *(passed for _, passed in self.hours)]
+        if over == "hours":  # also of the steps before a branch
+            steps = self.records.steps
+            ends = [record.step for record in steps]
+            passed = [0.0, *itertools.accumulate(record.seconds for record in steps)]
             return [
-                (hours[bisect_right(ends, step) - 1], value) for step, value in points
+                (passed[bisect_right(ends, step)] / 3600, value)
+                for step, value in points
             ]
         recipe = self.recipe
         if recipe is None:
@@ -131,10 +135,6 @@ class ReportedRun:
         return title_of(self.recipe) if self.recipe else self.result.title
 
     @property
-    def machine(self) -> Mapping[str, Any]:
-        return self.launch.machine if self.launch else {}
-
-    @property
     def table(self) -> str:
         return self.name.rpartition("/")[0]
 
@@ -145,14 +145,10 @@ class ReportedRun:
 
     @property
     def started(self) -> datetime | None:
-        try:
-            return (
-                datetime.strptime(self.launch.started, "%Y-%m-%dT%H:%M:%S%z")
-                if self.launch
-                else None
-            )
-        except ValueError:
-            return None
+        if self.launch:
+            with contextlib.suppress(ValueError):
+                return datetime.strptime(self.launch.started, "%Y-%m-%dT%H:%M:%S%z")
+        return None
 
 
 def read_run(
@@ -167,31 +163,20 @@ def read_run(
     plan = _read(at.plan, problems)
     launches = _read(at.launches, problems)
     launch = launches[-1] if launches else None
-    records = _read(lambda: read_metrics(at.metrics_jsonl, problems), problems)
+    records = read_metrics(at.metrics_jsonl, problems)
     written = (
         _read(lambda: read_result(at.result_json), problems)
         if at.result_json.exists()
         else None
     )
-    if (
-        records is not None
-        and not records.steps
-        and not records.broken
-        and written
-        and written.steps
-    ):
+    if written and written.steps and not (records.steps or records.broken):
         lost = f"has no step, and result.json counts {written.steps:,}"
         problems.append(f"{at.metrics_jsonl}: {lost}: {REMEDY}")
     if launches == [] and at.environment_json.exists():
         problems.append(f"{at.environment_json}: names no launch: {REMEDY}")
-    records = records or Records()
-    tiny = written.tiny if written else launch is not None and launch.tiny
-    name = (
-        (written.recipe if written else "")
-        or (launch.recipe if launch else "")
-        or label
-    )
-    name = row_of(name, tiny)
+    stated = written or launch
+    tiny = stated is not None and stated.tiny
+    name = row_of(stated.recipe, tiny) if stated else label
     oom = out_of_memory_reason(path)
     if written is None or _continued(records, written):
         # A resumed run keeps its old result.json until it ends again. It may resume from an earlier step.
@@ -218,19 +203,10 @@ def read_run(
         result = written
         # from a later launch that wrote no result
         if oom and result.status not in ("ok", OOM):
-            stated = (Deviation("status", OOM, is_=oom), *result.deviations)
-            result = replace(result, status=OOM, reason=oom, deviations=stated)
+            every = (Deviation("status", OOM, is_=oom), *result.deviations)
+            result = replace(result, status=OOM, reason=oom, deviations=every)
     if plan:  # an older result does not name its figures
         result = replace(result, figures=plan.recipe.model.figures)
-    figure = result.figures[0]
-    training = curve(records.steps, figure)
-    validation = curve(records.validations, figure)
-    passed = itertools.accumulate(step.seconds for step in records.steps)
-    hours = [
-        (float(step.step), at / 3600)
-        for step, at in zip(records.steps, passed, strict=True)
-    ]
-    points = (training, validation, hours)
     scores = _read(lambda: read_scores(path), problems) or ()
     before = _read(lambda: pretrained.read(path), problems)
     digest = _read(lambda: _digest(at), problems)
@@ -241,7 +217,6 @@ def read_run(
         result,
         plan,
         launch,
-        *points,
         tuple(problems),
         scores,
         before,

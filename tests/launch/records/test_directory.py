@@ -124,7 +124,7 @@ def test_resume_adds_a_launch(tmp_path):
     run = create(tmp_path, plan(), resume=True)
     assert run.resumed and run.notices == ()
     assert len(run.launches()) == 2
-    assert len(read_metrics(run.metrics_jsonl)) == 3
+    assert len(read_metrics(run.metrics_jsonl).steps) == 3
 
 
 def test_resume_may_change_how_the_work_is_done_and_says_so(tmp_path):

@@ -18,8 +18,6 @@ from launch import report
 from launch.records.result import read_result
 from launch.records.result_text import EXACT, result_text
 from launch.reports import entries
-from launch.reports import plots as drawn_plots
-from launch.reports.plots import PALETTE
 from launch.reports.tables import Tables, source_cells
 from recipes.schema import Branch
 
@@ -167,29 +165,6 @@ def test_links_of_the_page_lead_somewhere(made):
     assert {r[1:] for r in made.page.references if r.startswith("#")} <= set(ids)
 
 
-def drawn_text(html: str) -> list[set[str]]:
-    """The words of each plot."""
-    return [{label.text for label in plot.iter("{http://www.w3.org/2000/svg}text")} for plot in plots(html)]
-
-
-def test_plots_say_their_units_and_leave_incomparable_runs_out(made):
-    text, words = "".join(made.page.text), set().union(*drawn_text(made.html))
-    assert "loss (nats per token)" in words and "TFLOPS per GPU, formula: bars as published" in text
-    assert "The axis is logarithmic." in text and "seconds per iteration" not in words
-    assert (
-        "2 runs left out" in text and {"published as out of memory", "samples per second, all GPUs"} <= words
-    )
-
-
-def test_only_comparable_runs_are_points_of_the_throughput(made):
-    plot = next(plot for plot in plots(made.html) if "TFLOPS per GPU, formula" in "".join(plot.itertext()))
-    points = [
-        mark for mark in plot.iter("{http://www.w3.org/2000/svg}use") if PALETTE[1] in mark.get("style", "")
-    ]
-    # Two of "fast", the unfinished and the diverged one of "slow": neither the tiny nor the wider one.
-    assert len(points) == 4
-
-
 def test_the_csv_reads_back_with_the_same_columns_for_every_table(made):
     assert {tuple(record) for record in made.records} == {
         tuple(made.records[0])
@@ -201,12 +176,7 @@ def test_the_csv_reads_back_with_the_same_columns_for_every_table(made):
 def test_a_published_table_with_nothing_run_is_a_page(tables, tmp_path, capsys):
     assert report.main(["--table", "quiet", "--out", str(tmp_path)], tables) == 0
     page = (tmp_path / "report.html").read_text()
-    assert (
-        "not run" in page
-        and "83.2" in page
-        and "<img" in page
-        and "Nothing of this table has been measured" in page
-    )
+    assert "not run" in page and "83.2" in page and "<img" not in page
     assert "report.html" in capsys.readouterr().out
 
 
@@ -222,8 +192,6 @@ def test_tflops_stand_next_to_the_count_that_the_source_made(tables, tmp_path):
     assert entry.unit == "TFLOPS per GPU, exact count"
     line = entries.entries_of(Tables(folder).get("widgets"), [read_of(run, folder)])[0]
     assert line.ratios["tflops"] == result.speed.exact_tflops / 4000
-    (drawn,) = [figure for figure in drawn_plots.throughput([line]) if "TFLOPS" in figure.label]
-    assert "exact count" in drawn.label
     assert f"TFLOPS: {EXACT}" in result_text(result)
     assert report.main([str(run), "--out", str(tmp_path / "out")], folder) == 0
     page = (tmp_path / "out" / "report.html").read_text()
@@ -232,8 +200,6 @@ def test_tflops_stand_next_to_the_count_that_the_source_made(tables, tmp_path):
         (row,) = (row for row in csv.DictReader(file) if row["exact_tflops"])
     assert float(row["tflops"]) == result.speed.tflops
     assert float(row["exact_tflops"]) == result.speed.exact_tflops
-    words = set().union(*drawn_text(page))
-    assert "TFLOPS per GPU, exact count" in words and "TFLOPS per GPU, formula" not in words
 
 
 def test_what_an_erratum_says_is_marked(tmp_path):
@@ -247,13 +213,6 @@ def test_what_an_erratum_says_is_marked(tmp_path):
     marks = [reference[1:] for reference in page.references if reference.startswith("#errata-")]
     assert len(marks) == 3 and all(html.count(f'<dl id="{mark}"><dt>erratum</dt>') == 1 for mark in marks)
     assert "The source contradicts itself" in html
-    (drawn,) = drawn_text(html)
-    assert drawn >= {
-        "23b-g16 †",
-        "48b-g32 †",
-        "91b-g64 †",
-        "Published and measured: jeanzay_hf_deepspeed_max_size",
-    }
 
 
 def test_a_row_without_errata_is_not_marked(made):
