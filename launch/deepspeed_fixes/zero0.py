@@ -45,7 +45,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from launch.deepspeed_fixes import versions
-from launch.deepspeed_fixes.norms import counts_here, divide, divisor_of, sum_of_squares
+from launch.deepspeed_fixes.norms import by_count, divide, divisor_of, sum_of_squares
 from modeling.parallel.process_grid import ProcessGrid
 
 AT_ONCE = 2**26  # elements, about, of a list of tensors for one kernel
@@ -170,14 +170,9 @@ def gradient_norm(
     The norm is not finite if a gradient is not.
     """
     parameters = list(parameters)
-    kinds: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
     held = list(gradients) or [parameter.grad for parameter in parameters]
-    for parameter, gradient in zip(parameters, held, strict=True):
-        if gradient is not None:
-            kinds[not counts_here(parameter, mpu.get_model_parallel_rank())].append(
-                gradient
-            )
-    total = sum_of_squares(*kinds)
+    pairs = zip(parameters, held, strict=True)
+    total = sum_of_squares(*by_count(pairs, mpu.get_model_parallel_rank()))
     if mpu.get_model_parallel_world_size() > 1:
         dist.all_reduce(total, group=mpu.get_model_parallel_group())
     return total.sqrt().float()
