@@ -235,11 +235,13 @@ class FlatStep(_Partitions, OrderedEnd, DeepSpeedZeroOptimizer):  # type: ignore
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         """Unscale, clip, step and round; if a gradient is not finite, skip the step on all ranks."""
+        gradients = []
         for group in range(len(self._places)):
             self._complete(group)
-        gradients = [self._gradient(group) for group in range(len(self._places))]
+            gradients.append(self._gradient(group))
         scale = self.loss_scale
-        scaled_norm = self._norm().item()  # waits for the device
+        groups = (self.dp_process_group, self.model_parallel_group)
+        scaled_norm = self.norm_over_ranks(gradients, *groups).item()  # waits
         self.overflow = not math.isfinite(scaled_norm) and (
             self.dtype != torch.bfloat16 or self.check_grad_overflow
         )
@@ -267,24 +269,16 @@ class FlatStep(_Partitions, OrderedEnd, DeepSpeedZeroOptimizer):  # type: ignore
             if parameter not in self._taken:
                 self._gradient(group)[offset : offset + elements].zero_()
 
-    def _norm(self) -> torch.Tensor:
-        """Return the L2 norm of the whole model's gradient times the loss scale."""
-        gradients = [self._gradient(group) for group in range(len(self._places))]
-        return self.norm_over_ranks(
-            gradients, self.dp_process_group, self.model_parallel_group
-        )
-
     @torch.no_grad()
     def update_lp_params(self) -> None:
         """Round the master weights into the model's, on all ranks (DeepSpeed calls this)."""
-        for group, (parts, master) in enumerate(
-            zip(
-                self.parallel_partitioned_bit16_groups,
-                self.single_partition_of_fp32_groups,
-                strict=True,
-            )
+        for parts, master, group in zip(
+            self.parallel_partitioned_bit16_groups,
+            self.single_partition_of_fp32_groups,
+            self.real_dp_process_group,
+            strict=True,
         ):
-            parts[dist.get_rank(self.real_dp_process_group[group])].copy_(master)
+            parts[dist.get_rank(group)].copy_(master)
         if not self._alone:
             all_gather_dp_groups(
                 groups_flat=self.bit16_groups_flat,

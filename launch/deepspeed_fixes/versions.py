@@ -66,7 +66,9 @@ def refuse_others() -> None:
     version = str(installed())
     if version in SEEN or is_newer_than_seen():
         return
-    came = f"DeepSpeed {version} is installed"
-    rule = f"{SEEN[0]} to {SEEN[-1]} were seen to agree"
-    fix = f"pip install deepspeed=={SEEN[-1]}"
-    raise ProblemsError.of("deepspeed", came, rule, fix)
+    raise ProblemsError.of(
+        "deepspeed",
+        f"DeepSpeed {version} is installed",
+        f"{SEEN[0]} to {SEEN[-1]} were seen to agree",
+        f"pip install deepspeed=={SEEN[-1]}",
+    )
