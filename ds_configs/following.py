@@ -283,7 +283,7 @@ def _micro_batch(config: Mapping[str, Any], recipe: Recipe, dp: int) -> int | No
         recipe.batch.accumulation,
         recipe.batch.global_,
         dp,
-        _degree(config, "pipeline", recipe.parallel.pp),
+        degree(config, "pipeline", recipe.parallel.pp),
     )
     if isinstance(shares, Problem):
         return recipe.batch.micro
@@ -294,17 +294,17 @@ def _data_parallel(
     config: Mapping[str, Any], recipe: Recipe, world: int | None
 ) -> int | None:
     """Return the data-parallel ranks of `world` processes; None: any number may be started."""
-    tp = _degree(config, "tensor", recipe.parallel.tp)
-    pp = _degree(config, "pipeline", recipe.parallel.pp)
+    tp = degree(config, "tensor", recipe.parallel.tp)
+    pp = degree(config, "pipeline", recipe.parallel.pp)
     if world is None:
         return None
     return max(1, world // (tp * pp))
 
 
-def _degree(config: Mapping[str, Any], theirs: str, own: int | None) -> int:
+def degree(config: Mapping[str, Any], theirs: str, own: int | None) -> int:
     """Return a degree of parallelism: the recipe's `own`, else the JSON's."""
     written = stated(config, f"parallel.{theirs}")
-    return own or written or lookup(config, f"parallel.default_{theirs}") or 1
+    return own or written or stated(config, f"parallel.default_{theirs}") or 1
 
 
 def notices(
@@ -337,8 +337,7 @@ def notices(
             if each.left_open:
                 source = f"{where} leaves {each.source} to the recipe"
             value = f"{plain(each.value)}{f', was {plain(was)}' * differs}"
-            said = f"follow: {each.key}={value} ({source})"
-            yield Notice("follow", said, differs)
+            yield Notice("follow", f"follow: {each.key}={value} ({source})", differs)
     unchanged = {each.source for each in taken}
     found: dict[str, list[str]] = {}
     for key, value in flatten(written):
@@ -355,5 +354,4 @@ def notices(
             word = f"{key}={plain(passed)}"
         found.setdefault(what, []).append(word)
     for what, words in found.items():
-        said = f"follow: {what}: {', '.join(words)}"
-        yield Notice("follow", said, what == IDLE)
+        yield Notice("follow", f"follow: {what}: {', '.join(words)}", what == IDLE)

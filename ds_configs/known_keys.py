@@ -140,9 +140,9 @@ def _kinds(table: Mapping[str, Any]) -> dict[str, dict[str, Kind]]:
 _TABLE = yaml.safe_load((FOLDER / "keys.yaml").read_text(encoding="utf-8"))
 KEYS = _kinds(_TABLE)
 # rule and fix of refused keys
-REFUSED = {key: (rule, fix) for key, (rule, fix) in _TABLE["refused"].items()}
+REFUSED: dict[str, list[str]] = _TABLE["refused"]
 for _key, _fix in _TABLE["removed"].items():
-    REFUSED[_key] = ("was removed from DeepSpeed or is deprecated", _fix)
+    REFUSED[_key] = ["was removed from DeepSpeed or is deprecated", _fix]
 # other names of keys: today's, and the value where true stands for one
 RENAMED: dict[str, list[Any]] = _TABLE["renamed"]
 IDLE: dict[str, str] = _TABLE["idle"]
@@ -219,14 +219,19 @@ def _unknown(name: str, key: str, value: Any, findings: Findings) -> None:
         if value != "auto" and not _is_off(value):
             findings.notice(dotted, f"without effect: {IDLE[dotted]}")
     elif dotted in REFUSED:
-        findings.refuse(dotted, *REFUSED[dotted], came=dotted)
+        rule, fix = REFUSED[dotted]
+        findings.refuse(dotted, rule, fix, came=dotted)
     elif name not in _LENIENT:
         findings.refuse(dotted, "unknown key", did_you_mean(key, known), came=dotted)
     elif homes:
         findings.notice(dotted, f"without effect: it belongs into {homes[0]}")
     elif nearest(key, known, cutoff=0.8):
-        rule = "unknown key, which DeepSpeed would ignore"
-        findings.refuse(dotted, rule, did_you_mean(key, known), came=dotted)
+        findings.refuse(
+            dotted,
+            "unknown key, which DeepSpeed would ignore",
+            did_you_mean(key, known),
+            came=dotted,
+        )
     else:
         findings.notice(dotted, "without effect: DeepSpeed reads no such key")
 

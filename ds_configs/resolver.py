@@ -85,7 +85,8 @@ def resolve(
     values = optimizer.fills(recipe, offload, machine, findings)
     if offload == "nvme":
         values |= zero.nvme_paths(environ, findings)
-    values |= parallel.sends(recipe)
+    if recipe.parallel.sequence:  # else each tensor rank sends 1/tp of the activations
+        values |= dict.fromkeys(parallel.SENDS_PARTS, False)
     # A refused layout is replaced by another, so that it leaves no "auto" open.
     shared = layout or Layout(tp=1, pp=1, dp=1, micro=1, accumulation=1, global_batch=1)
     values |= {
@@ -107,8 +108,12 @@ def resolve(
             lookup(ds, section).pop(last)
             findings.notice(key, '"auto" is DeepSpeed\'s default')
         elif key not in _OWN_AUTO and not key.endswith("nvme_path"):
-            fix = "write a value; without the key it is DeepSpeed's default"
-            findings.refuse(key, "nothing fills it here", fix, f'{key}="auto"')
+            findings.refuse(
+                key,
+                "nothing fills it here",
+                "write a value; without the key it is DeepSpeed's default",
+                f'{key}="auto"',
+            )
     if findings.problems:
         raise ConfigError(findings.problems)
     assert layout is not None and chosen is not None and stage is not None
@@ -131,9 +136,7 @@ def tensor_degree(recipe: Recipe, ds_path: str | Path) -> int:
 
     Raises ConfigError: there is no such JSON, or it cannot be read.
     """
-    config = read(find(ds_path))
-    own = recipe.parallel.tp or stated(config, "parallel.tensor")
-    return own or stated(config, "parallel.default_tensor") or 1
+    return following.degree(read(find(ds_path)), "tensor", recipe.parallel.tp)
 
 
 def followed(recipe: Recipe, ds_path: str | Path, world: int | None) -> list[Stated]:
@@ -187,6 +190,7 @@ def sizes(
     hidden = recipe.model.hidden
     tp = layout.tp
     layer = 12 * hidden * hidden // tp
+    room = max(1_000_000_000, 3 * layer)
     embedding = recipe.model.embedding_rows(tp) // tp * hidden
     own = _parameters(recipe, layout, layer, embedding)
     # the embedding, or an MLP matrix
@@ -197,8 +201,8 @@ def sizes(
         "zero_optimization.reduce_bucket_size": reduced,
         "zero_optimization.allgather_bucket_size": bucket,
         "zero_optimization.stage3_prefetch_bucket_size": layer,
-        "zero_optimization.stage3_max_live_parameters": max(1_000_000_000, 3 * layer),
-        "zero_optimization.stage3_max_reuse_distance": max(1_000_000_000, 3 * layer),
+        "zero_optimization.stage3_max_live_parameters": room,
+        "zero_optimization.stage3_max_reuse_distance": room,
         "zero_optimization.stage3_param_persistence_threshold": 10 * hidden,
         # A CPU computes nothing while it copies a bucket.
         "zero_optimization.overlap_comm": machine.device.asynchronous,

@@ -35,11 +35,10 @@ BY_FAMILY = {"gpt2": DEFAULT_RECIPE, "bert": "bert/sotu"}
 
 def titles() -> dict[str, str]:
     """Map the name of every recipe to its title, the default one first. Raises RecipeError as `tables`."""
-    rows = [(table, row) for table in tables() for row in table.rows]
-    found = {
-        f"{table.name}/{row}": str(table.row(row).get("title", ""))
-        for table, row in rows
-    }
+    found = {}
+    for table in tables():
+        for row in table.rows:
+            found[f"{table.name}/{row}"] = str(table.row(row).get("title", ""))
     return {DEFAULT_RECIPE: found.pop(DEFAULT_RECIPE), **found}
 
 
@@ -73,18 +72,18 @@ class NamedRecipe:
         trained: bool = True,
     ) -> Recipe:
         """Shrink the recipe, lay `settings` over it, then `overrides`, and cut it to `steps`. See `load`."""
+        values = self.table.row(self.row)
         if tiny:
             values = shrink(self.recipe).model_dump(by_alias=True)
-            recipe = self._checked(values, overrides, settings)
-        elif overrides or settings:
-            recipe = self._checked(self.table.row(self.row), overrides, settings)
-        else:
-            recipe = self.recipe
+        recipe = self._checked(values, overrides, settings)
         cut = steps is not None
         if steps is not None and steps < 1:
-            rule = "a run has at least one optimizer step"
-            fix = "give --steps a whole number from 1"
-            raise RecipeError.of("--steps", f"steps={steps}", rule, fix)
+            raise RecipeError.of(
+                "--steps",
+                f"steps={steps}",
+                "a run has at least one optimizer step",
+                "give --steps a whole number from 1",
+            )
         recipe = cut_to(recipe, steps)
         keys = [*map(key_of, overrides)]
         own = any(key.startswith("schedule") for key in keys)
@@ -102,9 +101,14 @@ class NamedRecipe:
         overrides: Sequence[str] = (),
         settings: Mapping[str, Any] | None = None,
     ) -> Recipe:
-        document = self.table.document
-        roots = self.table.paths(self.row)
-        return validate(values, self.name, document, roots, overrides, settings)
+        return validate(
+            values,
+            self.name,
+            self.table.document,
+            self.table.paths(self.row),
+            overrides,
+            settings,
+        )
 
 
 def load(
@@ -142,8 +146,9 @@ def cut_to(recipe: Recipe, steps: int | None) -> Recipe:
 
 def dump(recipe: Recipe) -> str:
     """Write the recipe as YAML with every value; `load_resolved` reads it back."""
-    values = recipe.as_data()
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
+    return yaml.safe_dump(
+        recipe.as_data(), sort_keys=False, allow_unicode=True, width=120
+    )
 
 
 def load_resolved(path: str | Path) -> Recipe:
@@ -190,9 +195,8 @@ def _tables(folder: Path) -> tuple[list[Table], list[Problem]]:
 def recorded(name: str) -> Path | None:
     """Return the run directory of this name; None: it holds no recipe."""
     directory = os.path.expanduser(name)
-    return (
-        Path(directory) if os.path.isfile(os.path.join(directory, RECORDED)) else None
-    )
+    held = os.path.isfile(os.path.join(directory, RECORDED))
+    return Path(directory) if held else None
 
 
 def find(name: str | Path, flag: str = FLAG) -> NamedRecipe:
@@ -206,8 +210,12 @@ def find(name: str | Path, flag: str = FLAG) -> NamedRecipe:
     if outside:
         path, row = outside
         if not files.is_file(path):
-            fix = f"give the path of a table and a row, as in {path}/row"
-            raise _unfound(flag, name, f"there is no file {path}", fix)
+            raise _unfound(
+                flag,
+                name,
+                f"there is no file {path}",
+                f"give the path of a table and a row, as in {path}/row",
+            )
         own = read_table(path)
         key = f"{own.name}/{row}" if row else own.name
         return _row_of(

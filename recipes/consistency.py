@@ -87,30 +87,35 @@ _SCHEDULE_KEYS = (
 def _schedule(recipe: Recipe) -> Found:
     schedule = recipe.schedule
     if schedule.min_lr > recipe.optimizer.lr:
-        rule = "the rate decays from lr to min_lr"
-        fix = "set schedule.min_lr to optimizer.lr or less"
-        yield "schedule.min_lr", "{schedule.min_lr} is above {optimizer.lr}", rule, fix
+        yield (
+            "schedule.min_lr",
+            "{schedule.min_lr} is above {optimizer.lr}",
+            "the rate decays from lr to min_lr",
+            "set schedule.min_lr to optimizer.lr or less",
+        )
     for name, kinds, needed in _SCHEDULE_KEYS:
         key = f"schedule.{name}"
         value = getattr(schedule, name)
         if schedule.kind not in kinds and value is not None:
-            fix = f"set it to null, or schedule.kind={kinds[0]}"
             yield (
                 key,
                 f"{{{key}}} with {{schedule.kind}}",
                 f"only {either(kinds)} reads it",
-                fix,
+                f"set it to null, or schedule.kind={kinds[0]}",
             )
         if schedule.kind in kinds and value is None and needed:
             yield key, f"{{schedule.kind}} without {{{key}!k}}", needed, "set it"
     if schedule.kind in DEEPSPEED_SCHEDULES and schedule.counts == "samples":
-        came = "{schedule.counts} with {schedule.kind}"
-        yield "schedule.counts", came, "DeepSpeed counts steps", "set it to steps"
+        yield (
+            "schedule.counts",
+            "{schedule.counts} with {schedule.kind}",
+            "DeepSpeed counts steps",
+            "set it to steps",
+        )
     if schedule.kind == "inverse_sqrt" and schedule.decay_steps is not None:
-        came = "{schedule.decay_steps} with {schedule.kind}"
         yield (
             "schedule.decay_steps",
-            came,
+            "{schedule.decay_steps} with {schedule.kind}",
             "this decay has no last step",
             "set it to null",
         )
@@ -120,15 +125,16 @@ def _schedule(recipe: Recipe) -> Found:
         return
     if schedule.warmup_steps >= end_step:
         end = "{schedule.decay_steps}" if schedule.decay_steps else "{steps}"
-        fix = f"set schedule.warmup_steps to {max(0, end_step - 2)} or less"
-        came = f"{{schedule.warmup_steps}} is not below {end}"
-        rule = "the warm-up ends before the decay does"
-        yield "schedule.warmup_steps", came, rule, fix
+        yield (
+            "schedule.warmup_steps",
+            f"{{schedule.warmup_steps}} is not below {end}",
+            "the warm-up ends before the decay does",
+            f"set schedule.warmup_steps to {max(0, end_step - 2)} or less",
+        )
     elif (left := end_step - schedule.warmup_steps) < (schedule.wsd_decay_steps or 0):
-        came = f"{{schedule.wsd_decay_steps}} is above the {counted(left, 'step')} after the warm-up"
         yield (
             "schedule.wsd_decay_steps",
-            came,
+            f"{{schedule.wsd_decay_steps}} is above the {counted(left, 'step')} after the warm-up",
             "it is the last part of them",
             f"set it to {left} or less",
         )
@@ -153,8 +159,10 @@ def untrained(recipe: Recipe) -> Iterator[tuple[str, dict[str, int]]]:
     spare = 0 if schedule.kind in ("constant", "WarmupLR") else 2
     late = begins > last - spare
     if late and not part:
-        said = f"the warm-up ends after step {warm}, and training after step {last}"
-        yield said, {"steps": warm + spare}
+        yield (
+            f"the warm-up ends after step {warm}, and training after step {last}",
+            {"steps": warm + spare},
+        )
     elif late or (end and after >= end):
         said = f"the decay takes steps {begins + 1} to {end}, and training {after + 1} to {last}"
         last = max(last, warm + spare)
@@ -205,15 +213,17 @@ def _optimizer(recipe: Recipe) -> Found:
                 "set it to null",
             )
     if optimizer.name == "muon" and not optimizer.bias_correction:
-        came = "{optimizer.bias_correction} with {optimizer.name}"
-        rule = "torch's AdamW steps what Muon does not, and corrects"
-        yield "optimizer.bias_correction", came, rule, "set it to true"
+        yield (
+            "optimizer.bias_correction",
+            "{optimizer.bias_correction} with {optimizer.name}",
+            "torch's AdamW steps what Muon does not, and corrects",
+            "set it to true",
+        )
     least, most = optimizer.trust_ratios
     if least > most:
-        came = f"{{optimizer.min_coeff!k}} {least:g} is above {{optimizer.max_coeff!k}} {most:g}"
         yield (
             "optimizer.min_coeff",
-            came,
+            f"{{optimizer.min_coeff!k}} {least:g} is above {{optimizer.max_coeff!k}} {most:g}",
             "a trust ratio lies between them",
             "set it to the other or less",
         )
@@ -222,10 +232,13 @@ def _optimizer(recipe: Recipe) -> Found:
 def _profile(recipe: Recipe) -> Found:
     steps = recipe.run.profiled
     if not 0 < len(steps) <= MOST_PROFILED or steps[-1] > recipe.steps:
-        rule = f"a profile has 1 to {MOST_PROFILED} steps of the run, first:last"
         last = min(13, recipe.steps)
-        fix = f"set run.profile to {max(1, last - 3)}:{last}, or to null"
-        yield "run.profile", "{run.profile} with {steps}", rule, fix
+        yield (
+            "run.profile",
+            "{run.profile} with {steps}",
+            f"a profile has 1 to {MOST_PROFILED} steps of the run, first:last",
+            f"set run.profile to {max(1, last - 3)}:{last}, or to null",
+        )
 
 
 def _rampup(recipe: Recipe) -> Found:
@@ -234,59 +247,61 @@ def _rampup(recipe: Recipe) -> Found:
     assert ramp
     growth = recipe.batch.global_ - ramp.start
     if growth < 1 or growth % ramp.increment:
-        rule = (
-            f"start and one or more increments are batch.global={recipe.batch.global_}"
-        )
         more = f"{key}.increment to {math.gcd(growth, ramp.increment)}"
-        fix = f"set {more if growth > 0 else f'{key}.start below batch.global'}"
-        yield key, "{batch.rampup.start} with {batch.rampup.increment}", rule, fix
+        yield (
+            key,
+            "{batch.rampup.start} with {batch.rampup.increment}",
+            f"start and one or more increments are batch.global={recipe.batch.global_}",
+            f"set {more if growth > 0 else f'{key}.start below batch.global'}",
+        )
     if recipe.model.implementation == "transformers":
-        rule = "it takes as many micro-batches in every step"
         yield (
             key,
             "{batch.rampup!k} with transformers' Trainer",
-            rule,
+            "it takes as many micro-batches in every step",
             f"set {key} to null",
         )
     elif recipe.task:
-        rule = "an epoch over its examples has equal steps"
-        yield key, "{batch.rampup!k} with task", rule, f"set {key} to null"
+        yield (
+            key,
+            "{batch.rampup!k} with task",
+            "an epoch over its examples has equal steps",
+            f"set {key} to null",
+        )
 
 
 def _family(recipe: Recipe) -> Found:
     for key, values, why, fix in recipe.model.facts.refused:
-        value, _ = Formatter().get_field(key, (), vars(recipe))
-        if value in values:
+        if attrgetter(key)(recipe) in values:
             yield key, f"{{{key}}} with {{model.family}}", why, fix
     shortest = recipe.model.facts.shortest
     if recipe.sequence_length < shortest:
-        rule = "a sample is [CLS] A [SEP] B [SEP]"
-        fix = f"set it to {shortest} or more"
-        yield "sequence_length", "{sequence_length} with {model.family}", rule, fix
+        yield (
+            "sequence_length",
+            "{sequence_length} with {model.family}",
+            "a sample is [CLS] A [SEP] B [SEP]",
+            f"set it to {shortest} or more",
+        )
 
 
 def _positions(recipe: Recipe) -> Found:
     length = recipe.sequence_length
-    rule = "every token of a sample has a position of its own"
     if recipe.positions < length:
-        fix = f"set sequence_length to {recipe.positions} or less, or model.positions to {length} or more"
         yield (
             "model.positions",
             "{model.positions} is below {sequence_length}",
-            rule,
-            fix,
+            "every token of a sample has a position of its own",
+            f"set sequence_length to {recipe.positions} or less, or model.positions to {length} or more",
         )
 
 
 def _heads(recipe: Recipe) -> Found:
-    rule = "every head has hidden/heads dimensions"
-    fix = "set model.heads to a divisor of model.hidden"
     if recipe.model.hidden % recipe.model.heads:
         yield (
             "model.heads",
             "{model.hidden} is not divisible by {model.heads}",
-            rule,
-            fix,
+            "every head has hidden/heads dimensions",
+            "set model.heads to a divisor of model.hidden",
         )
 
 
@@ -299,10 +314,9 @@ def _attention(recipe: Recipe) -> Found:
     length = recipe.sequence_length
     sparse = " and ".join(kind for kind in ("banded", "fixed") if kind in kinds)
     if sparse and model.facts.masked:
-        came = f"{{model.attention!k}} with {sparse} layers and {{model.family}}"
         yield (
             key,
-            came,
+            f"{{model.attention!k}} with {sparse} layers and {{model.family}}",
             "sparse patterns look back only",
             "set model.attention to [dense]",
         )
@@ -314,31 +328,39 @@ def _attention(recipe: Recipe) -> Found:
             "set data.attend to window, or model.attention to [dense]",
         )
     if model.shared_layers and len({*kinds}) > 1:
-        rule = "one layer cannot have several kinds"
-        fix = "give one kind, or leave it unshared"
-        yield key, "{model.shared_layers} with {model.attention}", rule, fix
-    if len(kinds) > model.layers:
-        came = f"{{model.attention!k}} has {len(kinds)} kinds for {{model.layers}}"
         yield (
             key,
-            came,
+            "{model.shared_layers} with {model.attention}",
+            "one layer cannot have several kinds",
+            "give one kind, or leave it unshared",
+        )
+    if len(kinds) > model.layers:
+        yield (
+            key,
+            f"{{model.attention!k}} has {len(kinds)} kinds for {{model.layers}}",
             "the pattern is repeated over the layers",
             f"give {model.layers} or fewer",
         )
     if sparse and size is None:
-        came = f"{{model.attention!k}} has {sparse} layers without {{model.attention_window!k}}"
-        yield key, came, "it says how many positions each one sees", f"set {window}"
+        yield (
+            key,
+            f"{{model.attention!k}} has {sparse} layers without {{model.attention_window!k}}",
+            "it says how many positions each one sees",
+            f"set {window}",
+        )
     if sparse and size is not None and size >= length:
-        fix = f"set {window} to {length - 1} or less, or model.attention to [dense]"
-        came = "{model.attention_window} with {sequence_length}"
-        yield window, came, "such a layer sees the whole triangle", fix
+        yield (
+            window,
+            "{model.attention_window} with {sequence_length}",
+            "such a layer sees the whole triangle",
+            f"set {window} to {length - 1} or less, or model.attention to [dense]",
+        )
     if size is not None and not sparse:
-        fix = "set model.attention to [dense, banded], or leave the window out"
         yield (
             window,
             "{model.attention_window} without a banded or fixed layer",
             "",
-            fix,
+            "set model.attention to [dense, banded], or leave the window out",
         )
 
 
@@ -352,24 +374,24 @@ def _columns(recipe: Recipe) -> Found:
     both = "{model.attention_columns} with {model.attention_patterns}"
     if "fixed" not in model.attention:
         if columns is not None or turns > 1:
-            fix = "set model.attention to [dense, fixed], or leave both out"
-            yield key, f"{both} without a fixed layer", "", fix
+            yield (
+                key,
+                f"{both} without a fixed layer",
+                "",
+                "set model.attention to [dense, fixed], or leave both out",
+            )
     elif columns is None:
-        came = (
-            "{model.attention!k} has fixed layers without {model.attention_columns!k}"
-        )
         yield (
             key,
-            came,
+            "{model.attention!k} has fixed layers without {model.attention_columns!k}",
             "later windows see these positions of each window",
             f"set {key}",
         )
     elif window is not None and (columns == window or columns * turns > window):
-        rule = f"each pattern has its own columns of a window of {window} positions, and not all of them"
         yield (
             key,
             both,
-            rule,
+            f"each pattern has its own columns of a window of {window} positions, and not all of them",
             f"set {key} to {max(1, min(window // turns, window - 1))} or less",
         )
 
@@ -424,21 +446,30 @@ def _vocabulary(recipe: Recipe) -> Found:
     if kind in PUBLISHED_VOCABULARIES and size != (
         published := PUBLISHED_VOCABULARIES[kind]
     ):
-        rule = f"the published vocabulary has {published} tokens (tensor parallelism's padding comes on top)"
-        yield key, both, rule, f"set {key} to {published}, or {kind_key} to another"
-    if kind == "trained_bpe" and size < SMALLEST_BPE:
-        rule = (
-            "a byte-level vocabulary needs the 256 bytes and one end-of-document token"
+        yield (
+            key,
+            both,
+            f"the published vocabulary has {published} tokens (tensor parallelism's padding comes on top)",
+            f"set {key} to {published}, or {kind_key} to another",
         )
-        yield key, both, rule, f"set {key} to {SMALLEST_BPE} or more"
+    if kind == "trained_bpe" and size < SMALLEST_BPE:
+        yield (
+            key,
+            both,
+            "a byte-level vocabulary needs the 256 bytes and one end-of-document token",
+            f"set {key} to {SMALLEST_BPE} or more",
+        )
     if kind in TRAINED and any(origin.streamed for origin in recipe.data.origins):
         other = recipe.model.facts.published
         known = (
             f"set {kind_key} to {other} and {key} to {PUBLISHED_VOCABULARIES[other]}"
         )
-        fix = f"{known}, or give {kind_key}=file and a path"
-        rule = "a vocabulary cannot be trained on what is read once"
-        yield kind_key, "{data.tokenizer.kind} with a streamed source", rule, fix
+        yield (
+            kind_key,
+            "{data.tokenizer.kind} with a streamed source",
+            "a vocabulary cannot be trained on what is read once",
+            f"{known}, or give {kind_key}=file and a path",
+        )
 
 
 def _tokenizer(recipe: Recipe) -> Found:
@@ -446,23 +477,25 @@ def _tokenizer(recipe: Recipe) -> Found:
     kind = recipe.data.tokenizer.kind
     stored = any(origin.source == "store" for origin in recipe.data.origins)
     if kind == "file" and not recipe.data.tokenizer.path:
-        rule = "a vocab.txt, a tokenizer.json or a directory with one"
-        yield key, "{data.tokenizer.kind} needs {data.tokenizer.path!k}", rule, "set it"
+        yield (
+            key,
+            "{data.tokenizer.kind} needs {data.tokenizer.path!k}",
+            "a vocab.txt, a tokenizer.json or a directory with one",
+            "set it",
+        )
     if stored and kind in TRAINED:
         own = "store (the vocabulary that prepare_data kept with it)"
-        fix = f"set {key} to {own}, gpt2, bert_uncased, bert_cased or file"
         yield (
             key,
             "{data.tokenizer.kind} with data.source=store",
             "its tokens are numbered already",
-            fix,
+            f"set {key} to {own}, gpt2, bert_uncased, bert_cased or file",
         )
     if kind == "store" and not stored:
-        rule = "there is no store to take it from"
         yield (
             key,
             "{data.tokenizer.kind} without data.source=store",
-            rule,
+            "there is no store to take it from",
             "name another kind",
         )
 
@@ -475,22 +508,32 @@ def _origins(recipe: Recipe) -> Found:
         if getattr(data, key) != Origin.model_fields[key].default
     ]
     if data.blend and stated:
-        came = f"{{data.blend!k}} together with {', '.join(f'data.{key}' for key in stated)}"
-        rule = "the parts of the blend say where documents come from"
-        fix = "move these keys into the parts"
-        yield "data.blend", came, rule, fix
+        yield (
+            "data.blend",
+            f"{{data.blend!k}} together with {', '.join(f'data.{key}' for key in stated)}",
+            "the parts of the blend say where documents come from",
+            "move these keys into the parts",
+        )
     for i, origin in enumerate(data.origins):
         part = f"data.blend[{i}]" if data.blend else "data"
         key = f"{part}.streaming"
         source = f"{{{part}.source}}"
         fix = f"set {part}.streaming to false"
         if origin.source != "packaged" and not origin.name:
-            rule = "the dataset's name on the hub, or the path of the files or of the store"
-            yield f"{part}.source", f"{source} needs {{{part}.name!k}}", rule, "set it"
+            yield (
+                f"{part}.source",
+                f"{source} needs {{{part}.name!k}}",
+                "the dataset's name on the hub, or the path of the files or of the store",
+                "set it",
+            )
         if origin.source == "packaged" and origin.name:
-            rule = "the packaged text has no other, and the name would not be read"
             own = f"set {part}.source to the kind of that text, or {part}.name to null"
-            yield f"{part}.name", f"{{{part}.name}} with {source}", rule, own
+            yield (
+                f"{part}.name",
+                f"{{{part}.name}} with {source}",
+                "the packaged text has no other, and the name would not be read",
+                own,
+            )
         if origin.streaming and origin.source in ("store", "packaged"):
             yield (
                 key,
@@ -499,11 +542,10 @@ def _origins(recipe: Recipe) -> Found:
                 fix,
             )
         if origin.streaming and (origin.source, origin.documents) == ("text", "file"):
-            came = f"{{{key}}} with {source} and {{{part}.documents}}"
             rule = "a stream holds documents out by their place in their file, and none of a file that is one"
             yield (
                 key,
-                came,
+                f"{{{key}}} with {source} and {{{part}.documents}}",
                 f"{rule} document",
                 f"{fix}, or {part}.documents to blank_line",
             )
@@ -513,13 +555,19 @@ def _held_out(recipe: Recipe) -> Found:
     validation = recipe.data.validation_every
     test = recipe.data.test_every
     if validation < 2:
-        came = "{data.validation_every} holds out every document"
-        fix = "set it to 2 or more"
-        yield "data.validation_every", came, "", fix
+        yield (
+            "data.validation_every",
+            "{data.validation_every} holds out every document",
+            "",
+            "set it to 2 or more",
+        )
     if test is not None and test < 2:
-        came = "{data.test_every} leaves no document to train on"
-        fix = "set it to 2 or more, or to null"
-        yield "data.test_every", came, "", fix
+        yield (
+            "data.test_every",
+            "{data.test_every} leaves no document to train on",
+            "",
+            "set it to 2 or more, or to null",
+        )
 
 
 def _checkpointing(recipe: Recipe) -> Found:
@@ -527,16 +575,23 @@ def _checkpointing(recipe: Recipe) -> Found:
     chunk = recipe.activation_checkpointing
     layers = recipe.model.layers
     if isinstance(chunk, int) and chunk > layers:
-        rule = "it is the number of layers recomputed together"
-        fix = f'set it to {layers} or less, to "full" or to "none"'
-        yield key, "{activation_checkpointing} is above {model.layers}", rule, fix
+        yield (
+            key,
+            "{activation_checkpointing} is above {model.layers}",
+            "it is the number of layers recomputed together",
+            f'set it to {layers} or less, to "full" or to "none"',
+        )
 
 
 def _provenance(recipe: Recipe) -> Found:
     """Check that the keys named in `inferred`, `differs`, `unknown` and `published.printed` exist."""
     for key in sorted(recipe.inferred.keys() & recipe.unknown.keys()):
-        rule = "is in inferred as well, and a value has a source or none"
-        yield "unknown", f"unknown: {key}", rule, "keep one of the two"
+        yield (
+            "unknown",
+            f"unknown: {key}",
+            "is in inferred as well, and a value has a source or none",
+            "keep one of the two",
+        )
     own: dict[str, Collection[str]] = {
         key: getattr(recipe, key) for key in ("inferred", "differs", "unknown")
     }
@@ -555,37 +610,56 @@ def _task(recipe: Recipe) -> Found:
     key = "model.task_head"
     head = recipe.model.task_head
     if head != "none" and not model.facts.masked:
-        rule = "heads for tasks stand on a BERT"
-        fix = "set model.family to bert"
-        yield key, "{model.task_head} with {model.family}", rule, fix
+        yield (
+            key,
+            "{model.task_head} with {model.family}",
+            "heads for tasks stand on a BERT",
+            "set model.family to bert",
+        )
     if head != "none" and model.sentence_head != "none":
-        rule = "it takes the place of the heads of pretraining"
-        fix = "set model.sentence_head to none"
-        yield key, "{model.task_head} with {model.sentence_head}", rule, fix
+        yield (
+            key,
+            "{model.task_head} with {model.sentence_head}",
+            "it takes the place of the heads of pretraining",
+            "set model.sentence_head to none",
+        )
     if task is None:
-        fix = "start with launch/finetune.py"
-        yield key, "{model.task_head} without {task!k}", "", fix
+        yield (
+            key,
+            "{model.task_head} without {task!k}",
+            "",
+            "start with launch/finetune.py",
+        )
         return
     from recipes.tasks import TASKS
 
     facts = TASKS[task.name]
     if head != facts.head or (facts.labels and model.head_classes != len(facts.labels)):
-        came = "{task.name} with {model.task_head} of {model.head_classes}"
-        rule = f"it has a {facts.head} head{f' of {len(facts.labels)}' if facts.labels else ''}"
-        yield key, came, rule, "leave the head to --task"
+        yield (
+            key,
+            "{task.name} with {model.task_head} of {model.head_classes}",
+            f"it has a {facts.head} head{f' of {len(facts.labels)}' if facts.labels else ''}",
+            "leave the head to --task",
+        )
     if model.implementation == "transformers":
         for name in ("check_every", "profile"):
             if getattr(recipe.run, name):
-                came = f"{{run.{name}}} with {{model.implementation}}"
-                rule = "Trainer's own loop takes the steps of a fine-tuning"
-                yield f"run.{name}", came, rule, f"set run.{name} to null"
+                yield (
+                    f"run.{name}",
+                    f"{{run.{name}}} with {{model.implementation}}",
+                    "Trainer's own loop takes the steps of a fine-tuning",
+                    f"set run.{name} to null",
+                )
     if (
         facts.head == "span"
         and task.max_query + task.doc_stride + 3 >= recipe.sequence_length
     ):
-        rule = f"a window holds a question of task.max_query={task.max_query} tokens and text to stride over"
-        fix = "shorten task.doc_stride or task.max_query"
-        yield "task.doc_stride", "{task.doc_stride} with {sequence_length}", rule, fix
+        yield (
+            "task.doc_stride",
+            "{task.doc_stride} with {sequence_length}",
+            f"a window holds a question of task.max_query={task.max_query} tokens and text to stride over",
+            "shorten task.doc_stride or task.max_query",
+        )
 
 
 def _task_files(recipe: Recipe) -> Found:
@@ -593,13 +667,20 @@ def _task_files(recipe: Recipe) -> Found:
     assert task
     for name in ("dev_mismatched", "test_mismatched"):
         if getattr(task, name) and task.name != "mnli":
-            rule = "only MNLI has examples of other genres"
-            yield f"task.{name}", f"--{name} with {{task.name}}", rule, "leave it out"
+            yield (
+                f"task.{name}",
+                f"--{name} with {{task.name}}",
+                "only MNLI has examples of other genres",
+                "leave it out",
+            )
     for name, other in (("train", "dev"), ("dev", "train")):
         if getattr(task, name) and not getattr(task, other):
-            came = f"--{name} without --{other}"
-            rule = "files take the place of the hub's data set together"
-            yield f"task.{other}", came, rule, f"add --{other} FILE"
+            yield (
+                f"task.{other}",
+                f"--{name} without --{other}",
+                "files take the place of the hub's data set together",
+                f"add --{other} FILE",
+            )
 
 
 _Rule = Callable[[Recipe], Found]
@@ -628,8 +709,12 @@ def _ds_config(recipe: Recipe) -> Found:
 
 
 def _branch(recipe: Recipe) -> Found:
-    fix = "leave it out: --branch RUN[@STEP] goes on from a run's checkpoint"
-    yield "branch", "{branch!k}", "is written by the run that it is of", fix
+    yield (
+        "branch",
+        "{branch!k}",
+        "is written by the run that it is of",
+        "leave it out: --branch RUN[@STEP] goes on from a run's checkpoint",
+    )
 
 
 def _batch(recipe: Recipe) -> Found:
@@ -654,12 +739,15 @@ def _cells(columns: Sequence[str], recipe: Recipe) -> Found:
         return
     cells = itertools.zip_longest(columns, map(str.strip, printed), fillvalue="?")
     shown = ", ".join(f"{name}: {cell}" for name, cell in cells)
-    came = f" has {counted(len(printed), 'cell')} for {counted(len(columns), 'column')} ({shown})"
-    rule = (
-        "one cell for each heading, separated by |, blank where the source prints none"
+    yield Problem(
+        "published.row",
+        (
+            Key("published.row"),
+            f" has {counted(len(printed), 'cell')} for {counted(len(columns), 'column')} ({shown})",
+        ),
+        "one cell for each heading, separated by |, blank where the source prints none",
+        "add the missing or join the surplus ones",
     )
-    fix = "add the missing or join the surplus ones"
-    yield Problem("published.row", (Key("published.row"), came), rule, fix)
 
 
 # Of the rules about what a recipe may have: what has to be there.

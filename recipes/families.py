@@ -38,7 +38,7 @@ class MicroBatchFields:
     @property
     def names(self) -> tuple[str, ...]:
         """Names of all tensors, in the plain model's order."""
-        return (*self.inputs, *self.targets)
+        return tuple(self.sizes)
 
     @property
     def sizes(self) -> Mapping[str, str]:

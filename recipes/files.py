@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, NoReturn, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from recipes.problems import Problem, ProblemsError
+from recipes.problems import Problem, ProblemsError, uncapitalised
 
 T = TypeVar("T")
 
@@ -76,9 +76,14 @@ def check_names(what: str, names: Iterable[str | Path]) -> None:
         try:
             name.encode()
         except UnicodeEncodeError:
-            came = f"{what} {ascii(name)} is not UTF-8"
-            rule = "records and reports keep names as text"
-            problems.append(Problem(what, came, rule, "rename it"))
+            problems.append(
+                Problem(
+                    what,
+                    f"{what} {ascii(name)} is not UTF-8",
+                    "records and reports keep names as text",
+                    "rename it",
+                )
+            )
     if problems:
         raise ProblemsError(problems)
 
@@ -91,8 +96,8 @@ def is_file(path: Path) -> bool:
         return True
 
 
-def read_bytes(path: Path, most: int = MOST_TEXT) -> bytes:
-    """Read an ordinary file of at most `most` bytes. Raises FileError."""
+def read_text(path: Path, most: int = MOST_TEXT) -> str:
+    """Read a text file of at most `most` bytes, without its byte-order mark. Raises FileError."""
     content = read_part(path, 0, most + 1)
     if len(content) > most:
         refuse(
@@ -101,7 +106,7 @@ def read_bytes(path: Path, most: int = MOST_TEXT) -> bytes:
             "no such file is that large",
             "is it the right one?",
         )
-    return content
+    return decode(content, path)
 
 
 def read_part(path: Path, start: int, length: int) -> bytes:
@@ -139,11 +144,6 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
         refuse(repr(str(path)), "cannot be read", str(error))
 
 
-def read_text(path: Path, most: int = MOST_TEXT) -> str:
-    """Read a text file, without its byte-order mark. Raises FileError."""
-    return decode(read_bytes(path, most), path)
-
-
 def decode(content: bytes, where: str | Path, line: int | None = None) -> str:
     """Decode UTF-8. Raises FileError."""
     try:
@@ -168,8 +168,12 @@ def read_settings(path: Path) -> dict[str, Any]:
     value = read_json_object(path)
     for number, _ in enumerate(nested(value)):
         if number >= MOST_VALUES:
-            came = f"holds more than {MOST_VALUES} values"
-            refuse(path, came, "no such file has more", "is it the right one?")
+            refuse(
+                path,
+                f"holds more than {MOST_VALUES} values",
+                "no such file has more",
+                "is it the right one?",
+            )
     return value
 
 
@@ -198,9 +202,11 @@ def lines_of(path: Path, most: int) -> Iterator[tuple[int, bytes]]:
         for number in itertools.count(1):
             line = file.readline(most + 1)
             if len(line) > most:
-                rule = "no line of such a file is that long"
                 refuse(
-                    path, f"a line of more than {most / MIB:.0f} MiB", rule, line=number
+                    path,
+                    f"a line of more than {most / MIB:.0f} MiB",
+                    "no line of such a file is that long",
+                    line=number,
                 )
             if not line:
                 return
@@ -221,7 +227,7 @@ def parse_json(text: str, where: str | Path, line: int | None = None) -> Any:
         )  # fmt: skip
     except json.JSONDecodeError as error:
         _refuse_malformed(text, where, line, error)
-    except _DuplicateKeyError as error:
+    except KeyError as error:
         written = json.dumps(error.args[0])
         at = [
             number for number, each in enumerate(text.split("\n"), 1) if written in each
@@ -229,9 +235,13 @@ def parse_json(text: str, where: str | Path, line: int | None = None) -> Any:
         came = f"key {written} stands twice in one object"
         if line is None and len(at) > 1:
             came += f" (lines {', '.join(map(str, at))})"
-        rule = "JSON readers keep one of them silently"
-        fix = "remove the other"
-        refuse(where, came, rule, fix, line or (at[-1] if at else None))
+        refuse(
+            where,
+            came,
+            "JSON readers keep one of them silently",
+            "remove the other",
+            line or (at[-1] if at else None),
+        )
     except RecursionError:
         _refuse_depth(where, line)
     except ValueError as error:  # of the hooks
@@ -258,9 +268,12 @@ def checked(
     if missing:
         refuse(where, f"has no {', '.join(missing)}", line=line)
     said = repr(wrong[0]["input"])
-    rule = wrong[0]["msg"]
-    came = f"{keys[0]}={said if len(said) <= 60 else said[:60] + '...'}"
-    refuse(where, came, rule[0].lower() + rule[1:], line=line)
+    refuse(
+        where,
+        f"{keys[0]}={said if len(said) <= 60 else said[:60] + '...'}",
+        uncapitalised(wrong[0]["msg"]),
+        line=line,
+    )
 
 
 def check_value(value: Any, where: str | Path, line: int | None = None) -> None:
@@ -288,8 +301,13 @@ def check_value(value: Any, where: str | Path, line: int | None = None) -> None:
             try:
                 each.encode()
             except UnicodeEncodeError:
-                came = f"a text with half of a surrogate pair, {ascii(each)[:60]}"
-                refuse(where, came, "it stands for no character", "remove it", line)
+                refuse(
+                    where,
+                    f"a text with half of a surrogate pair, {ascii(each)[:60]}",
+                    "it stands for no character",
+                    "remove it",
+                    line,
+                )
 
 
 def named_kind(value: Any) -> str:
@@ -317,13 +335,14 @@ def read_safetensors_header(path: Path) -> dict[str, StoredTensor]:
     first = read_part(path, 0, 8)
     size = path.stat().st_size
     length = int.from_bytes(first, "little")
+    data = 8 + length  # where the numbers begin
     fix = "copy or download the file again"
-    if len(first) < 8 or not 2 <= length <= MOST_HEADER or 8 + length > size:
-        rule = (
-            "a safetensors file begins with the length of its header, then the header"
-        )
+    if len(first) < 8 or not 2 <= length <= MOST_HEADER or data > size:
         refuse(
-            path, f"is no safetensors file, or a damaged one ({size} bytes)", rule, fix
+            path,
+            f"is no safetensors file, or a damaged one ({size} bytes)",
+            "a safetensors file begins with the length of its header, then the header",
+            fix,
         )
     header = parse_json(decode(read_part(path, 8, length), path), path, 1)
     if not isinstance(header, dict):
@@ -332,10 +351,9 @@ def read_safetensors_header(path: Path) -> dict[str, StoredTensor]:
         )
     header.pop("__metadata__", None)
     tensors = {
-        name: _stored_tensor(path, name, entry, 8 + length)
-        for name, entry in header.items()
+        name: _stored_tensor(path, name, entry, data) for name, entry in header.items()
     }
-    position = 8 + length
+    position = data
     for name, tensor in sorted(
         tensors.items(), key=lambda item: (item[1].start, item[1].end)
     ):
@@ -348,8 +366,12 @@ def read_safetensors_header(path: Path) -> dict[str, StoredTensor]:
             )
         position = tensor.end
     if position != size:
-        came = f"has {size} bytes, and its header tells of {position}"
-        refuse(path, came, "it is cut off or damaged", fix)
+        refuse(
+            path,
+            f"has {size} bytes, and its header tells of {position}",
+            "it is cut off or damaged",
+            fix,
+        )
     return tensors
 
 
@@ -364,18 +386,22 @@ def _stored_tensor(path: Path, name: str, entry: Any, data: int) -> StoredTensor
             return StoredTensor(dtype, tuple(shape), data + start, data + end)
     except (KeyError, TypeError, ValueError):
         pass
-    came = f"tensor {name} is described by {json.dumps(entry)[:100]}"
     refuse(
         path,
-        came,
+        f"tensor {name} is described by {json.dumps(entry)[:100]}",
         "type, shape and place of a tensor agree",
         "copy or download the file again",
     )
 
 
 def _refuse_depth(where: str | Path, line: int | None) -> NoReturn:
-    rule = f"objects and lists lie within at most {MOST_DEPTH} others"
-    refuse(where, "is nested too deeply", rule, "is it the right file?", line)
+    refuse(
+        where,
+        "is nested too deeply",
+        f"objects and lists lie within at most {MOST_DEPTH} others",
+        "is it the right file?",
+        line,
+    )
 
 
 def _refuse_malformed(
@@ -384,7 +410,7 @@ def _refuse_malformed(
     lines = text.split("\n")
     shown = lines[error.lineno - 1].strip() if error.lineno <= len(lines) else ""
     shown = shown if len(shown) <= 100 else f"{shown[:100]}..."
-    reason = error.msg[0].lower() + error.msg[1:]
+    reason = uncapitalised(error.msg)
     hint = _foreign_word(text, error.pos)
     if not hint and ("property name" in reason or "expecting value" in reason):
         hint = "is there a comma too many?"
@@ -419,15 +445,12 @@ def _foreign_word(text: str, place: int) -> str:
     return f"{word[0]} is a placeholder that a script has to fill: write its value"
 
 
-class _DuplicateKeyError(Exception):
-    """A key twice in one object."""
-
-
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make an object. Raises KeyError: a key stands in it twice."""
     values: dict[str, Any] = {}
     for key, value in pairs:
         if key in values:
-            raise _DuplicateKeyError(key)
+            raise KeyError(key)
         values[key] = value
     return values
 

@@ -21,7 +21,7 @@ import functools
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -95,11 +95,8 @@ class BatchSchedule:
 
     def counted_from(self, sample: int) -> BatchSchedule:
         """Return the schedule with its samples counted from `sample` on."""
-        return replace(
-            self,
-            stretches=tuple(
-                (step, read - sample, n) for step, read, n in self.stretches
-            ),
+        return BatchSchedule(
+            tuple((step, read - sample, n) for step, read, n in self.stretches)
         )
 
 
@@ -171,9 +168,11 @@ def share_batch(
         start = (f"start a number of processes that gives a dp of {either(near)}",)
         fixes = *_set({"batch.global": _multiples_near(total, dp)}), ", or "
         fixes += _set({"parallel.dp": near}) if dp_is_stated else start
-        rule = "every data-parallel rank takes the same number of samples"
         return Problem(
-            "batch.global", (whole, " is not divisible by ", ranks), rule, fixes
+            "batch.global",
+            (whole, " is not divisible by ", ranks),
+            "every data-parallel rank takes the same number of samples",
+            fixes,
         )
     if micro is None and accumulation is None:
         accumulation = min((d for d in divisors(per_rank) if d >= pp), default=per_rank)
@@ -193,15 +192,17 @@ def share_batch(
         for key, dividend, divisor in quotients:
             if dividend % divisor == 0:
                 options[key] = [dividend // divisor]
-        shares = (
-            Setting("batch.micro", micro),
-            " x ",
-            Setting("batch.accumulation", accumulation),
-            " x ",
-        )
         return Problem(
             "batch",
-            (*shares, ranks, f" = {taken * dp} is not ", whole),
+            (
+                Setting("batch.micro", micro),
+                " x ",
+                Setting("batch.accumulation", accumulation),
+                " x ",
+                ranks,
+                f" = {taken * dp} is not ",
+                whole,
+            ),
             rule,
             _set(options),
         )

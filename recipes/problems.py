@@ -16,14 +16,15 @@ from pathlib import Path
 
 MOST = 10  # options in a message
 _SPACE = {errno.ENOSPC, errno.EDQUOT}
-_RIGHTS = {errno.EROFS, errno.EACCES, errno.EPERM}
 _HANDLES = {errno.EMFILE, errno.ENFILE}
 _DEVICE = {errno.EIO, errno.ESTALE}
 _MANY_FILES = 65536
 _OBEYED = ("Cc", "Cf", "Cs")  # kinds of characters, by Unicode
 # names of files in errors of writing there
 OUTPUTS = ("standard output", "standard error")
-_KNOWN = {*_SPACE, *_RIGHTS, *_HANDLES, *_DEVICE, errno.EFBIG}
+_KNOWN = {
+    *_SPACE, *_HANDLES, *_DEVICE, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM,
+}  # fmt: skip
 
 
 def visible(text: str) -> str:
@@ -157,6 +158,11 @@ def some(options: Sequence[str], most: int = MOST) -> str:
     return ", ".join(options[:most]) + (f" and {more} more" if more > 0 else "")
 
 
+def uncapitalised(sentence: str) -> str:
+    """Write the first letter small."""
+    return sentence[:1].lower() + sentence[1:]
+
+
 def either(words: Iterable[object]) -> str:
     """Join the words as "a, b or c"."""
     *first, last = [str(word) for word in words]
@@ -193,12 +199,11 @@ def take_file_handles(least: int) -> None:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
     if wanted < least:
-        came = f"a process may have {most} files open here"
-        rule = (
-            f"{least} are needed, for files, threads and connections to other processes"
-        )
         raise ProblemsError.of(
-            "ulimit -n", came, rule, f"raise the hard limit: ulimit -Hn {least}"
+            "ulimit -n",
+            f"a process may have {most} files open here",
+            f"{least} are needed, for files, threads and connections to other processes",
+            f"raise the hard limit: ulimit -Hn {least}",
         )
 
 
@@ -222,20 +227,20 @@ def system_problem(error: OSError, place: Path, elsewhere: str) -> Problem:
         if isinstance(error.filename, str | bytes)
         else place
     )
+    name = str(path)
     said = error.strerror or str(error)
     if error.filename in OUTPUTS:
-        fix = "redirect it to a file on another disk, or to /dev/null"
         return Problem(
-            str(path),
+            name,
             f"{path} cannot be written ({said})",
             "the command writes there",
-            fix,
+            "redirect it to a file on another disk, or to /dev/null",
         )
     if error.errno in _HANDLES:
         came = f"cannot be opened ({said})"
         most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return Problem(str(path), came, f"a process may have {most} files open", "raise it: ulimit -n 65536",
-                       where=str(path))  # fmt: skip
+        return Problem(name, came, f"a process may have {most} files open", "raise it: ulimit -n 65536",
+                       where=name)  # fmt: skip
     came = f"cannot be opened or written ({said})"
     fix = elsewhere
     if error.errno == errno.EFBIG:
@@ -250,7 +255,7 @@ def system_problem(error: OSError, place: Path, elsewhere: str) -> Problem:
         fix = f"look at dmesg and the mount, or {elsewhere}"
     else:
         rule = "it has to be written"
-    return Problem(str(path), came, rule, fix, where=str(path))
+    return Problem(name, came, rule, fix, where=name)
 
 
 def existing(path: Path) -> Path:

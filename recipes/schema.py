@@ -10,7 +10,7 @@ Imports neither torch nor deepspeed, so that reading and planning recipes is ins
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
 from pydantic.types import NonNegativeFloat, PositiveFloat
@@ -45,8 +45,11 @@ Layers = Annotated[int, Field(ge=1, le=10_000)]
 Width = Annotated[int, Field(ge=1, le=10**6)]
 Vocabulary = Annotated[int, Field(ge=1, le=10**8)]
 Tokens = Annotated[int, Field(ge=1, le=10**7)]  # of a sample
+Share = Annotated[float, Field(ge=0, lt=1)]
 Minutes = Annotated[float, Field(gt=0, le=10**6)]
 Samples = Annotated[int, Field(ge=1, le=10**7)]  # of a step, or of a validation
+T = TypeVar("T")
+Listed = Annotated[tuple[T, ...], Field(strict=False)]  # YAML has lists
 
 
 class Strict(BaseModel):
@@ -76,20 +79,20 @@ class Model(Strict):
     """Shape of the transformer."""
 
     family: Annotated[str, PlainValidator(_family)] = "gpt2"
-    layers: Layers = Field(description="transformer layers")
-    hidden: Width = Field(description="hidden size: width of the residual stream")
-    heads: Width = Field(description="attention heads per layer; divides hidden")
-    vocab_size: Vocabulary = Field(
-        description="tokens of the vocabulary, before padding"
-    )
+    layers: Layers
+    """transformer layers"""
+    hidden: Width
+    """hidden size: width of the residual stream"""
+    heads: Width
+    """attention heads per layer; divides hidden"""
+    vocab_size: Vocabulary
+    """tokens of the vocabulary, before padding"""
     vocab_divisible_by: Width = 128
     """the vocabulary is padded to a multiple of this x tp (Megatron-LM's make_vocab_size_divisible_by)"""
     implementation: Literal["megarecipes", "transformers"] = "megarecipes"
     """megarecipes: the tensor-parallel modules of modeling/; transformers: GPT2LMHeadModel or, on
     a task, a BERT with its head, trained by transformers.Trainer"""
-    attention: Annotated[
-        tuple[AttentionKind, ...], Field(strict=False, min_length=1)
-    ] = ("dense",)
+    attention: Annotated[Listed[AttentionKind], Field(min_length=1)] = ("dense",)
     """kind of each layer, repeated over the layers; [dense, banded] alternates as GPT-3 (Brown et al. 2020,
     section 2.1); fixed: windows and global columns (Child et al. 2019, arXiv 1904.10509)"""
     attention_window: Tokens | None = None
@@ -208,15 +211,12 @@ class Parallel(Strict):
 class RampUp(Strict):
     """Growth of the batch over the first samples, as by Megatron-LM's --rampup-batch-size."""
 
-    start: Samples = Field(
-        description="samples of the first optimizer steps; micro x dp divides them"
-    )
-    increment: Samples = Field(
-        description="samples by which a step grows; micro x dp divides them too"
-    )
-    samples: Count = Field(
-        description="samples of the run after which a step has batch.global"
-    )
+    start: Samples
+    """samples of the first optimizer steps; micro x dp divides them"""
+    increment: Samples
+    """samples by which a step grows; micro x dp divides them too"""
+    samples: Count
+    """samples of the run after which a step has batch.global"""
 
 
 class Batch(Strict):
@@ -250,9 +250,6 @@ class Batch(Strict):
         return math.gcd(self.rampup.start, self.rampup.increment)
 
 
-Beta = Annotated[float, Field(ge=0, lt=1)]
-
-
 class Optimizer(Strict):
     """AdamW, LAMB or Muon; biases and LayerNorms are not decayed."""
 
@@ -260,17 +257,17 @@ class Optimizer(Strict):
     """adamw; lamb: You et al. 2019, arXiv 1904.00962: each parameter's step is scaled by the size of its
     weights; with ZeRO-0 only, which keeps parameters whole; muon: Jordan et al. 2024, of the layers' matrices,
     whose directions it orthogonalises, and AdamW of all others; with nothing offloaded"""
-    lr: PositiveFloat = Field(description="peak learning rate")
+    lr: PositiveFloat
+    """peak learning rate"""
     adam_lr: PositiveFloat | None = None
     """muon: peak learning rate of AdamW's embeddings, heads, biases and norms; null: lr. It follows the same
     schedule, of which min_lr is a share of lr"""
-    momentum: Beta | None = Field(
-        default=None, description="muon: decay of the averaged gradient; null: 0.95"
-    )
+    momentum: Share | None = None
+    """muon: decay of the averaged gradient; null: 0.95"""
     adjust_lr: Literal["match_rms_adamw", "original"] | None = None
     """muon: factor of a matrix's rate; match_rms_adamw: 0.2 sqrt(max(rows, columns)), so that rates of AdamW
     fit; original: sqrt(max(1, rows / columns)); null: match_rms_adamw"""
-    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.999), strict=False)
+    betas: tuple[Share, Share] = Field(default=(0.9, 0.999), strict=False)
     """decay of the two moments, each in [0, 1)"""
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.01
@@ -308,9 +305,8 @@ class Schedule(Strict):
     which has no last step; Warmup…LR: DeepSpeed's, as a JSON's scheduler section names them, a step later"""
     counts: Literal["steps", "samples"] = "steps"
     """what it advances by between its steps: one each, or the samples of each, fewer during batch.rampup"""
-    warmup_steps: CountOrZero = Field(
-        default=0, description="optimizer steps of linear warm-up"
-    )
+    warmup_steps: CountOrZero = 0
+    """optimizer steps of linear warm-up"""
     decay_steps: Count | None = None
     """step at which min_lr is reached; null: the recipe's steps"""
     min_lr: NonNegativeFloat = 0.0
@@ -319,12 +315,10 @@ class Schedule(Strict):
     """DeepSpeed's kinds: shape of the warm-up; null: log"""
     warmup_min_lr: NonNegativeFloat | None = None
     """WarmupCosineLR: rate of the second step, at which the warm-up begins; the first has 0; null: 0"""
-    power: PositiveFloat | None = Field(
-        default=None, description="polynomial: exponent of what is left"
-    )
-    wsd_decay_steps: Count | None = Field(
-        default=None, description="wsd: last steps, in which it decays"
-    )
+    power: PositiveFloat | None = None
+    """polynomial: exponent of what is left"""
+    wsd_decay_steps: Count | None = None
+    """wsd: last steps, in which it decays"""
     wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] | None = (
         None
     )
@@ -332,9 +326,9 @@ class Schedule(Strict):
 
 
 class Dropout(Strict):
-    hidden: float = Field(default=0.0, ge=0, lt=1)
+    hidden: Share = 0.0
     """after the embedding, the attention output and the MLP; our models drop the same under every layout"""
-    attention: float = Field(default=0.0, ge=0, lt=1)
+    attention: Share = 0.0
     """on attention probabilities; each rank draws in the kernel, so that masks follow the layout"""
 
 
@@ -361,15 +355,13 @@ class Masking(Strict):
     80 % of them become [MASK], 10 % a random token, 10 % stay.
     """
 
-    probability: float = Field(
-        default=0.15, gt=0, lt=1, description="share of tokens that are predicted"
-    )
+    probability: float = Field(default=0.15, gt=0, lt=1)
+    """share of tokens that are predicted"""
     max_ngram: Annotated[int, Field(ge=1, le=100)] = 3
     """longest run of words masked together; a run of n has probability proportional to 1/n (ALBERT)"""
-    whole_words: bool = Field(
-        default=True, description="mask all pieces of a word, not single ones"
-    )
-    short_probability: float = Field(default=0.1, ge=0, lt=1)
+    whole_words: bool = True
+    """mask all pieces of a word, not single ones"""
+    short_probability: Share = 0.1
     """share of samples that are made shorter, at random"""
 
 
@@ -382,12 +374,12 @@ class Origin(Strict):
     name: str | None = None
     """hub: dataset name, e.g. Skylion007/openwebtext; files: path, glob, or a directory with all in it;
     store: directory or prefix"""
-    config: str | None = Field(
-        default=None, description="hub: dataset configuration, e.g. 20231101.en"
-    )
+    config: str | None = None
+    """hub: dataset configuration, e.g. 20231101.en"""
     revision: str | None = None
     """hub: branch, tag or commit of the dataset; null: the newest"""
-    split: str = Field(default="train", description="hub: split that is read")
+    split: str = "train"
+    """hub: split that is read"""
     text_column: str = "text"
     """hub, jsonl and parquet: field that holds the document"""
     documents: Literal["file", "blank_line"] = "file"
@@ -404,15 +396,14 @@ class Origin(Strict):
 
 
 class BlendPart(Origin):
-    weight: PositiveFloat = Field(
-        description="share of the samples, relative to the other parts' weights"
-    )
+    weight: PositiveFloat
+    """share of the samples, relative to the other parts' weights"""
 
 
 class Data(Origin):
     """Where documents come from, how they are split, and how they become tokens."""
 
-    blend: Annotated[tuple[BlendPart, ...], Field(strict=False)] = ()
+    blend: Listed[BlendPart] = ()
     """several sources, by weight; replaces data.source, data.name and what belongs to them"""
     validation_every: Count = 20
     """every n-th document of a source (of a file, where streamed) is held out, whole, for validation"""
@@ -445,7 +436,8 @@ class Data(Origin):
 class Task(Strict):
     """What a model is fine-tuned on. Files: JSON lines, a JSON list, GLUE's TSV, SQuAD's and RACE's own."""
 
-    name: TaskName = Field(description="its data set, head and metrics")
+    name: TaskName
+    """its data set, head and metrics"""
     train: str | None = None
     """examples to train on: a file; null: the data set's own split on the hub"""
     dev: str | None = None
@@ -513,11 +505,11 @@ class Hardware(Strict):
     name: str
     node: str | None = None
     """node of the planner's hardware catalogue (launch/planning/prediction/hardware.yaml)"""
-    gpus: Count | None = Field(default=None, description="of the whole run, as printed")
+    gpus: Count | None = None
+    """of the whole run, as printed"""
     gpus_per_node: Count | None = None
-    gpu_memory_gb: PositiveFloat | None = Field(
-        default=None, description="GB of each GPU"
-    )
+    gpu_memory_gb: PositiveFloat | None = None
+    """GB of each GPU"""
     peak_tflops: PositiveFloat | None = None
     """per GPU in half precision, as the source states it"""
 
@@ -538,9 +530,8 @@ Percent = Annotated[float, Field(ge=0, le=100)]
 
 
 class Perplexity(Strict):
-    perplexity: PositiveFloat = Field(
-        description="per word of the text as it was before tokenizing"
-    )
+    perplexity: PositiveFloat
+    """per word of the text as it was before tokenizing"""
 
 
 class Accuracy(Strict):
@@ -591,25 +582,24 @@ class Downstream(Strict):
 class Published(Strict):
     """The row as printed by its source; what is not printed is null."""
 
-    source: str = Field(description="document and table")
+    source: str
+    """document and table"""
     row: str | None = None
     """the row word for word, cells separated by |, in the order of the table's columns"""
-    framework: str | None = Field(default=None, description="what the source ran")
+    framework: str | None = None
+    """what the source ran"""
     software: str | None = None
     """training system as which the planner predicts the row (launch/planning/prediction/software.py)"""
     date: str | None = None
-    size_label: str | None = Field(
-        default=None, description="model size as printed, e.g. 48B"
-    )
-    parameters: Parameters | None = Field(
-        default=None, description="model size where printed to the unit"
-    )
+    size_label: str | None = None
+    """model size as printed, e.g. 48B"""
+    parameters: Parameters | None = None
+    """model size where printed to the unit"""
     parameters_per_rank: Parameters | None = None
     time_per_iteration_s: PositiveFloat | None = None
     samples_per_s: PositiveFloat | None = None
-    tflops: PositiveFloat | None = Field(
-        default=None, description="per GPU, as printed"
-    )
+    tflops: PositiveFloat | None = None
+    """per GPU, as printed"""
     tflops_by: Literal["formula", "exact"] = "formula"
     """what tflops counts: 2 x parameters x passes per token (Jean Zay), or every matrix product (NVIDIA)"""
     cached_gb: PositiveFloat | None = None
@@ -618,9 +608,8 @@ class Published(Strict):
     speedup: PositiveFloat | None = None
     """how many times as fast as `speedup_over`, another published row"""
     speedup_over: str | None = None
-    peak_percent: PositiveFloat | None = Field(
-        default=None, description="share of the GPU's peak TFLOPS"
-    )
+    peak_percent: PositiveFloat | None = None
+    """share of the GPU's peak TFLOPS"""
     validation_loss: PositiveFloat | None = None
     """held-out loss, nats per masked token"""
     downstream: Downstream | None = None
@@ -631,7 +620,8 @@ class Published(Strict):
     """fine-tuned models that answer together; unstated: how many is not printed; null: one alone"""
     trained_tokens: PositiveFloat | None = None
     """tokens of the pretraining, as a multiple of those of the table's smallest model"""
-    oom: bool = Field(default=False, description="printed as out of memory")
+    oom: bool = False
+    """printed as out of memory"""
     printed: dict[str, int | float | str] = {}
     """keys of the recipe whose printed value the run cannot have had -> that value; the note says why"""
 
@@ -650,13 +640,13 @@ class Change(Strict):
 class Branch(Strict):
     """The checkpoint of another run that a run goes on from, under a changed recipe."""
 
-    run: str = Field(description="directory of the other run")
-    step: Count = Field(description="optimizer steps of it")
-    changed: Annotated[tuple[Change, ...], Field(strict=False)] = ()
+    run: str
+    """directory of the other run"""
+    step: Count
+    """optimizer steps of it"""
+    changed: Listed[Change] = ()
     """what decides numbers and differs from there on"""
-    stretches: Annotated[
-        tuple[Annotated[Stretch, Field(strict=False)], ...], Field(strict=False)
-    ]
+    stretches: Listed[Annotated[Stretch, Field(strict=False)]]
     """its batches up to there: steps and samples before each stretch of equal steps, samples of each step"""
     data_from: CountOrZero = 0
     """samples that were read before the present order of the data began"""
@@ -674,12 +664,15 @@ class Branch(Strict):
 
 
 class Recipe(Strict):
-    title: str = Field(description="one line for lists")
+    title: str
+    """one line for lists"""
     model: Model
-    sequence_length: Tokens = Field(description="tokens per sample")
+    sequence_length: Tokens
+    """tokens per sample"""
     parallel: Parallel = Parallel()
     batch: Batch
-    steps: Count = Field(description="optimizer steps of the whole run")
+    steps: Count
+    """optimizer steps of the whole run"""
     optimizer: Optimizer
     schedule: Schedule = Schedule()
     dropout: Dropout = Dropout()

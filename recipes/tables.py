@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
 
 from recipes.key_paths import shown
-from recipes.problems import Problem, RecipeError, did_you_mean
-from recipes.schema import Strict
+from recipes.problems import Problem, RecipeError, did_you_mean, uncapitalised
+from recipes.schema import Listed, Strict
 from recipes.yaml_lines import KeyPath, YamlDocument, read
 
 Form = TypeVar("Form", bound=BaseModel)
@@ -29,19 +29,18 @@ RECORDED = "recipe.yaml"  # of a run directory
 class TableFrame(Strict):
     """The keys of a table's file; those of its rows are not checked yet."""
 
-    title: str = Field(
-        min_length=1, description="a table has one line for recipe.py list"
-    )
-    source: str | None = Field(default=None, description="should be text")
-    columns: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    title: str = Field(min_length=1)
+    """a table has one line for recipe.py list"""
+    source: str | None = None
+    """should be text"""
+    columns: Listed[str] = ()
     """should be a list of the source's headings, in the order of the cells of each row's published.row"""
-    note: str | None = Field(default=None, description="should be text")
-    like: str | None = Field(
-        default=None, description="should be the name of another table"
-    )
-    defaults: dict[str, Any] = Field(
-        default={}, description="should be a mapping of recipe keys"
-    )
+    note: str | None = None
+    """should be text"""
+    like: str | None = None
+    """should be the name of another table"""
+    defaults: dict[str, Any] = {}
+    """should be a mapping of recipe keys"""
     rows: dict[str, dict[str, Any] | None] = Field(min_length=1)
     """should be at least one row, name: {keys of the recipe}, the name a text"""
     evidence: dict[str, Any] = {}
@@ -85,19 +84,19 @@ class RecordedTable(Table):
         directory = path.parent
         document = read(path, str(path))
         if not isinstance(document.value, dict):
-            came = f"holds {type(document.value).__name__}, not a recipe"
-            where = str(path)
-            raise RecipeError(
-                [
-                    Problem(
-                        where, came, "", "was it written by this project?", where=where
-                    )
-                ]
+            raise RecipeError.of(
+                str(path),
+                f"holds {type(document.value).__name__}, not a recipe",
+                "",
+                "was it written by this project?",
+                str(path),
             )
-        title = str(directory)
-        name = str(directory.parent)
-        rows = {directory.name: document.value}
-        return cls.model_construct(title=title, name=name, rows=rows, document=document)
+        return cls.model_construct(
+            title=str(directory),
+            name=str(directory.parent),
+            rows={directory.name: document.value},
+            document=document,
+        )
 
     def paths(self, row: str) -> tuple[KeyPath, ...]:
         return ((),)
@@ -108,11 +107,9 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(below)
     for key, value in above.items():
         old = merged.get(key)
-        merged[key] = (
-            merge(old, value)
-            if isinstance(old, Mapping) and isinstance(value, Mapping)
-            else value
-        )
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            value = merge(old, value)
+        merged[key] = value
     return merged
 
 
@@ -132,23 +129,15 @@ def _other_table(path: Path, name: str, document: YamlDocument) -> Table:
     others = {
         other.stem: other for other in path.parent.glob("*.yaml") if other != path
     }
-
-    def refused(came: str, rule: str, fix: str) -> RecipeError:
-        return RecipeError(
-            [Problem("like", came, rule, fix, where=document.at("like"))]
-        )
-
-    if name not in others:
-        raise refused(
-            f"like={name}", "no other table of this folder", did_you_mean(name, others)
-        )
-    if (
-        isinstance(value := read(others[name], document.where).value, dict)
-        and "like" in value
-    ):
+    rule = "no other table of this folder"
+    fix = did_you_mean(name, others)
+    if name in others:
+        value = read(others[name], document.where).value
+        if not isinstance(value, dict) or "like" not in value:
+            return read_table(others[name])
         rule = "a table is like one that states its rows itself"
-        raise refused(f"like={name}", rule, f"name {value['like']}")
-    return read_table(others[name])
+        fix = f"name {value['like']}"
+    raise RecipeError.of("like", f"like={name}", rule, fix, document.at("like"))
 
 
 def checked(
@@ -170,10 +159,8 @@ def checked(
         path = (*section, *loc)
         field = form.model_fields.get(str(loc[0])) if loc else None
         key = shown(path)
-        came = f"{shown(path) or 'the file'}={detail['input']!r}"[:100]
-        rule = (field and field.description) or detail["msg"][0].lower() + detail[
-            "msg"
-        ][1:]
+        came = f"{key or 'the file'}={detail['input']!r}"[:100]
+        rule = (field and field.description) or uncapitalised(detail["msg"])
         if kind == "missing":
             came = f"{key} is missing"
         elif kind == "model_type":

@@ -50,24 +50,21 @@ class TaskFacts:
 
 
 def _glue(
-    name: str,
-    title: str,
-    texts: str,
-    labels: str,
-    file: str,
-    *,
-    named_labels: bool = False,
-    f1: bool = False,
+    name: str, title: str, texts: str, labels: str, file: str, **more: Any
 ) -> TaskFacts:
-    submission = {"dev": f"{file}.tsv", "test": f"{file}.tsv"}
-    hub = ("nyu-mll/glue", name)
-    words = tuple(texts.split()), tuple(labels.split())
-    more: dict[str, Any] = dict(submission=submission, named_labels=named_labels, f1=f1)
-    return TaskFacts(title, "classification", hub, *words, **more)
+    return TaskFacts(
+        title,
+        "classification",
+        ("nyu-mll/glue", name),
+        tuple(texts.split()),
+        tuple(labels.split()),
+        submission=dict.fromkeys(("dev", "test"), f"{file}.tsv"),
+        **more,
+    )
 
 
 def _squad(title: str, hub: str) -> TaskFacts:
-    submission = {"dev": "predictions.json", "test": "predictions.json"}
+    submission = dict.fromkeys(("dev", "test"), "predictions.json")
     splits = {"train": "train", "dev": "validation"}
     texts = ("question", "context")
     return TaskFacts(

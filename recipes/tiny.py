@@ -82,8 +82,8 @@ def _lengths(recipe: Recipe) -> tuple[int | None, int]:
 
 def _model(recipe: Recipe, positions: int | None, length: int) -> Model:
     model = recipe.model
-    columns = recipe.model.attention_columns
-    patterns = recipe.model.attention_patterns
+    columns = model.attention_columns
+    patterns = model.attention_patterns
     window = _window(model.attention_window, recipe.sequence_length, length)
     if window and columns and model.attention_window:
         columns = max(1, columns * window // model.attention_window)
@@ -130,20 +130,11 @@ def _batch(batch: Batch, dp: int | None) -> dict[str, Any]:
     """Shrink the batch: micro-batch at most 2, two of them a step if the recipe accumulates."""
     if batch.rampup:  # twice as large after five steps
         half = _batch(batch.model_copy(update={"accumulation": 1, "rampup": None}), dp)
-        ramp = {
-            "start": half["global"],
-            "increment": half["global"],
-            "samples": 5 * half["global"],
-        }
-        return half | {
-            "accumulation": None,
-            "global": 2 * half["global"],
-            "rampup": ramp,
-        }
+        size = half["global"]
+        ramp = {"start": size, "increment": size, "samples": 5 * size}
+        return half | {"accumulation": None, "global": 2 * size, "rampup": ramp}
     if dp is None:
-        return {"global": GLOBAL} | (
-            {} if batch.micro is None else {"micro": min(2, batch.micro)}
-        )
+        return {"global": GLOBAL, "micro": batch.micro and min(2, batch.micro)}
     accumulates = batch.accumulation or (
         batch.global_ // (batch.micro * dp) if batch.micro else 1
     )
@@ -165,10 +156,10 @@ def _schedule(recipe: Recipe) -> Schedule:
     warmup = min(
         max(1, round(schedule.warmup_steps * shrunk)), max(1, steps // 4), decay - 1
     )
+    last = min(max(1, round((schedule.wsd_decay_steps or 0) * shrunk)), decay - warmup)
     values = {
         "decay_steps": schedule.decay_steps and decay,
         "warmup_steps": schedule.warmup_steps and warmup,
+        "wsd_decay_steps": schedule.wsd_decay_steps and last,
     }
-    last = min(max(1, round((schedule.wsd_decay_steps or 0) * shrunk)), decay - warmup)
-    values["wsd_decay_steps"] = schedule.wsd_decay_steps and last
     return schedule.model_copy(update=values)

@@ -22,7 +22,7 @@ from recipes.key_paths import (
     submodel,
     suggestion,
 )
-from recipes.problems import Problem, RecipeError, Setting
+from recipes.problems import Problem, RecipeError, Setting, uncapitalised
 from recipes.schema import Origin, Recipe
 from recipes.yaml_lines import KeyPath, YamlDocument, YamlError, parse
 
@@ -31,7 +31,6 @@ def _override(
     values: dict[str, Any], overrides: Sequence[str]
 ) -> tuple[set[KeyPath], list[Problem]]:
     """Lay the overrides over `values`, later ones over earlier; return their keys and their problems."""
-    known = set(paths())
     problems = list[Problem]()
     keys = set[KeyPath]()
     for text in overrides:
@@ -39,24 +38,17 @@ def _override(
         path = tuple(part.strip() for part in key.split("."))
         dotted = ".".join(path)
         where = f"--set {text}"
+        came = dotted
+        rule = ""
         if not equals or not all(path):
+            came = "is not key=value"
             fix = "write --set key=value, as in --set batch.micro=4"
-            problems.append(Problem(dotted, "is not key=value", fix=fix, where=where))
         elif path[0] == "branch":
+            rule = "is written by the run that it is of"
             fix = "--branch RUN[@STEP] goes on from a run's checkpoint"
-            problems.append(
-                Problem(
-                    dotted,
-                    dotted,
-                    "is written by the run that it is of",
-                    fix,
-                    where=where,
-                )
-            )
-        elif dotted not in known:
-            problems.append(
-                Problem(dotted, dotted, "unknown key", suggestion(path), where=where)
-            )
+        elif dotted not in paths():
+            rule = "unknown key"
+            fix = suggestion(path)
         else:
             try:
                 _put(values, path, _value(path, written, where))
@@ -64,6 +56,8 @@ def _override(
             except YamlError as error:
                 fix = "put the value in quotes if it is text"
                 problems += [replace(each, fix=fix) for each in error.problems]
+            continue
+        problems.append(Problem(dotted, came, rule, fix, where=where))
     _blend_instead(values, keys)
     return keys, problems
 
@@ -126,7 +120,6 @@ def validate(
     found: list[tuple[Problem, list[ErrorPath]]] = []  # with the keys that it is about
     try:
         recipe = Recipe.model_validate(changed)
-        whole = True
     except ValidationError as error:
         details = error.errors()
         found += [
@@ -138,8 +131,7 @@ def validate(
             if detail["type"] != "extra_forbidden"
         }
         recipe = _partial(Recipe, changed, wrong)
-        whole = False
-    for problem in consistency.problems(recipe, whole=whole, columns=columns):
+    for problem in consistency.problems(recipe, whole=not found, columns=columns):
         found.append(
             (problem, [tuple(key.partition("[")[0].split(".")) for key in problem.keys])
         )
@@ -196,9 +188,7 @@ def _describe(detail: ErrorDetails) -> tuple[ErrorPath, Problem]:
     if kind == "missing":
         return loc, Problem(whole, whole, "is missing", "the recipe must state it")
     path = known_prefix(loc)
-    rule = (detail["msg"][0].lower() + detail["msg"][1:]).replace(
-        "input should", "should"
-    )
+    rule = uncapitalised(detail["msg"]).replace("input should", "should")
     if kind == "tuple_type":
         rule = f"should be {list_rule(path) or 'a list'}"
     return path, Problem(shown(path), Setting(shown(path), repr(detail["input"])), rule)

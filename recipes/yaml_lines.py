@@ -88,9 +88,11 @@ def parse(text: str, where: str) -> YamlDocument:
         column = mark.column
         if line < mark.line:
             column = len(lines[line])
-        rule = f"{error.problem}: {lines[line].strip()!r}"
-        place = f"{where}:{line + 1}:{column + 1}"
-        raise YamlError(place, "not YAML", rule) from None
+        raise YamlError(
+            f"{where}:{line + 1}:{column + 1}",
+            "not YAML",
+            f"{error.problem}: {lines[line].strip()!r}",
+        ) from None
     # of the reader, or a date or a number that is none, by its form
     except (yaml.YAMLError, ValueError, OverflowError) as error:
         rule = " ".join(str(error).split())
@@ -123,10 +125,12 @@ def _check_size(text: str, where: str) -> None:
 def _check_bounds(values: int, depth: int, where: str, at: Any) -> None:
     """Refuse more values, or deeper ones, than a document has; `at`: the last event or node."""
     if values > files.MOST_VALUES or depth > files.MOST_DEPTH:
-        came = f"holds more than {files.MOST_VALUES} values, or is nested too deeply"
-        rule = f"at most {files.MOST_VALUES} values within {files.MOST_DEPTH} others, aliases followed"
-        place = f"{where}:{at.start_mark.line + 1}"
-        raise YamlError(place, came, rule, "is it the right file?")
+        raise YamlError(
+            f"{where}:{at.start_mark.line + 1}",
+            f"holds more than {files.MOST_VALUES} values, or is nested too deeply",
+            f"at most {files.MOST_VALUES} values within {files.MOST_DEPTH} others, aliases followed",
+            "is it the right file?",
+        )
 
 
 def _lines_of(root: yaml.Node, where: str) -> dict[KeyPath, int]:
@@ -142,10 +146,12 @@ def _lines_of(root: yaml.Node, where: str) -> dict[KeyPath, int]:
         if isinstance(node, yaml.ScalarNode):
             control = CONTROL.search(node.value)
             if control:
-                rule = "no name or text has a character that a screen obeys"
-                came = f"holds {ascii(control[0])}"
-                place = f"{where}:{node.start_mark.line + 1}"
-                raise YamlError(place, came, rule, "remove it")
+                raise YamlError(
+                    f"{where}:{node.start_mark.line + 1}",
+                    f"holds {ascii(control[0])}",
+                    "no name or text has a character that a screen obeys",
+                    "remove it",
+                )
         # keys in lists have no path of their own
         elif isinstance(node, yaml.SequenceNode):
             for child in node.value:
@@ -155,10 +161,12 @@ def _lines_of(root: yaml.Node, where: str) -> dict[KeyPath, int]:
                 here = (*path, str(key.value))
                 mark = key.start_mark
                 if here in lines:
-                    place = f"{where}:{mark.line + 1}:{mark.column + 1}"
-                    came = f"key {key.value!r} is already in line {lines[here]}"
-                    rule = "a key stands once in its mapping"
-                    raise YamlError(place, came, rule, "remove one of the two")
+                    raise YamlError(
+                        f"{where}:{mark.line + 1}:{mark.column + 1}",
+                        f"key {key.value!r} is already in line {lines[here]}",
+                        "a key stands once in its mapping",
+                        "remove one of the two",
+                    )
                 lines[here] = mark.line + 1
                 visit(key, here, {}, depth + 1)
                 visit(child, here, lines, depth + 1)

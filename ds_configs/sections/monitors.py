@@ -10,7 +10,7 @@ from ds_configs.plan import Machine
 from recipes.layout import Layout
 from recipes.problems import existing
 
-PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}  # of the monitors
+PACKAGES = ("tensorboard", "wandb")  # of the monitors of these names
 # Keys for DeepSpeed without a test here; false, {} and 1 have no effect.
 UNTRIED = (
     "aio.use_gds",
@@ -29,12 +29,12 @@ UNTRIED = (
 def check(layout: Layout | None, machine: Machine, findings: Findings) -> None:  # noqa: C901
     """Refuse monitors that cannot write; notice the limits of the logger, and unchecked keys."""
     stated = findings.stated
-    for name, package in PACKAGES.items():
-        if stated(f"{name}.enabled") and package in machine.lacks:
+    for name in PACKAGES:
+        if stated(f"{name}.enabled") and name in machine.lacks:
             findings.refuse(
                 f"{name}.enabled",
-                f"the package {package} is missing",
-                f"pip install {package}",
+                f"the package {name} is missing",
+                f"pip install {name}",
             )
     for name in ("tensorboard", "csv_monitor"):
         folder = Path(
@@ -49,13 +49,18 @@ def check(layout: Layout | None, machine: Machine, findings: Findings) -> None: 
             "flops_profiler.output_file", Path(written), findings, file=True
         )
     if stated("autotuning.enabled"):
-        rule = "DeepSpeed ends such a process after autotuning.end_profile_step, without a result"
-        findings.refuse("autotuning.enabled", rule, "set it to false")
+        findings.refuse(
+            "autotuning.enabled",
+            "DeepSpeed ends such a process after autotuning.end_profile_step, without a result",
+            "set it to false",
+        )
     for key in ("wall_clock_breakdown", "flops_profiler.enabled"):
         if layout and layout.pp > 1 and stated(key):
-            rule = "DeepSpeed 0.19 starts a timer of its pipeline twice then, and fails"
             findings.refuse(
-                key, rule, "set it to false", beside=f" with parallel.pp={layout.pp}"
+                key,
+                "DeepSpeed 0.19 starts a timer of its pipeline twice then, and fails",
+                "set it to false",
+                beside=f" with parallel.pp={layout.pp}",
             )
     if stated("comms_logger.enabled") and (layout is None or layout.tp > 1):
         traffic = "those of tensor parallelism go through torch and are missing in it"

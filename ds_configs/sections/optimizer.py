@@ -8,7 +8,7 @@ from typing import Any
 
 from ds_configs import following
 from ds_configs.findings import Disagreement, Findings, lookup, shown, to_set
-from ds_configs.following import END, OF_MUON, PARAMS, SCHEDULES, TYPES
+from ds_configs.following import END, OF_LAMB, OF_MUON, PARAMS, SCHEDULES, TYPES
 from ds_configs.plan import Machine, Offload
 from recipes.problems import Setting, Text
 from recipes.schema import Recipe
@@ -20,8 +20,7 @@ _WRITTEN = {
 }  # the recipe's name -> DeepSpeed's
 _ON_GPU = ("none", "parameters")  # where the accelerator steps the optimizer
 _OF_ADAM = ("torch_adam", "fused", "foreach", "fp32_optimizer_states")
-_OF_LAMB = ("min_coeff", "max_coeff")
-_OF_ONE = {"lamb": _OF_LAMB, "muon": OF_MUON}
+_OF_ONE = {"lamb": OF_LAMB, "muon": OF_MUON}
 
 
 def check(
@@ -35,15 +34,21 @@ def check(
     _check_numbers(recipe, findings)
     if name == "lamb" and stage != 0:
         came: Text = (setting, f" with zero_optimization.stage={stage}")
-        rule = "LAMB scales a step by the norm of a whole parameter, and ZeRO shards them in flat pieces"
-        fix = "--ds_config zero0, or set optimizer.name to adamw"
-        findings.refuse(setting.key, rule, fix, came)
+        findings.refuse(
+            setting.key,
+            "LAMB scales a step by the norm of a whole parameter, and ZeRO shards them in flat pieces",
+            "--ds_config zero0, or set optimizer.name to adamw",
+            came,
+        )
         return
     if name == "muon" and offload != "none":
         came = (setting, f" with {offload} offloaded")
-        rule = "Muon's products of matrices are the accelerator's work, and the host would make them"
-        fix = "--ds_config zero1, zero2 or zero3, or set optimizer.name to adamw"
-        findings.refuse(setting.key, rule, fix, came)
+        findings.refuse(
+            setting.key,
+            "Muon's products of matrices are the accelerator's work, and the host would make them",
+            "--ds_config zero1, zero2 or zero3, or set optimizer.name to adamw",
+            came,
+        )
         return
     kind = findings.stated(key)
     theirs = TYPES.get(str(kind).lower())
@@ -52,8 +57,7 @@ def check(
             "DeepSpeed's takes embeddings and tensor ranks' slices for matrices, and clips the update; ours "
             "is the recipe's"
         )
-        fix = 'write "auto" and set optimizer.name to muon'
-        findings.refuse(key, rule, fix)
+        findings.refuse(key, rule, 'write "auto" and set optimizer.name to muon')
     elif kind is not None and name not in (theirs, str(kind).lower()):
         rule = f"the recipe's optimizer.name is {name}, and another rule of descent is another recipe"
         own: tuple[Setting, ...] = (
@@ -65,8 +69,9 @@ def check(
         )
     for reader, keys in _OF_ONE.items():
         if reader not in (name, str(kind).lower()):
-            told = f"{_WRITTEN[reader]}'s, not of {_WRITTEN[name]}'s"
-            _refuse_keys(keys, told, findings)
+            _refuse_keys(
+                keys, f"{_WRITTEN[reader]}'s, not of {_WRITTEN[name]}'s", findings
+            )
     if name == "adamw":
         _check_adamw(recipe, str(kind).lower(), findings)
     else:
@@ -81,8 +86,11 @@ def _check_adamw(recipe: Recipe, kind: str, findings: Findings) -> None:
         and kind != "adamw"
         and recipe.optimizer.weight_decay
     ):
-        rule = "adds the decay to the gradient, while the recipe's adamw decays weights apart from it"
-        findings.refuse(key, rule, "write true: the decay is then apart from it")
+        findings.refuse(
+            key,
+            "adds the decay to the gradient, while the recipe's adamw decays weights apart from it",
+            "write true: the decay is then apart from it",
+        )
 
 
 def _refuse_keys(names: Iterable[str], told: str, findings: Findings) -> None:
@@ -103,9 +111,11 @@ def _check_own(recipe: Recipe, findings: Findings) -> None:
         )
     _refuse_keys(_OF_ADAM, f"Adam's, not of {written}'s", findings)
     if recipe.optimizer.name == "lamb" and findings.stated("fp16.loss_scale"):
-        rule = "DeepSpeed runs LAMB with a loss scale that moves, and with no fixed one"
-        fix = "write 0, and the first scale as fp16.initial_scale_power"
-        findings.refuse("fp16.loss_scale", rule, fix)
+        findings.refuse(
+            "fp16.loss_scale",
+            "DeepSpeed runs LAMB with a loss scale that moves, and with no fixed one",
+            "write 0, and the first scale as fp16.initial_scale_power",
+        )
 
 
 def _check_numbers(recipe: Recipe, findings: Findings) -> None:
@@ -149,20 +159,27 @@ def check_schedule(kind: Any, recipe: Recipe, findings: Findings) -> None:
     section = "scheduler.params"
     takes = SCHEDULES.get(kind)
     if takes is None:
-        rule = f"a recipe has DeepSpeed's schedules {', '.join(SCHEDULES)}, and Megatron-LM's"
-        fix = "take one of these; without the section the rate is constant under --follow, else the recipe's"
-        findings.refuse("scheduler.type", rule, fix)
+        findings.refuse(
+            "scheduler.type",
+            f"a recipe has DeepSpeed's schedules {', '.join(SCHEDULES)}, and Megatron-LM's",
+            "take one of these; without the section the rate is constant under --follow, else the recipe's",
+        )
         return
     params = findings.lookup(section) or {}
     rule = f"DeepSpeed's {kind} takes {', '.join(takes)}, and fails at another"
     for name in params:
         if name not in (*takes, "last_batch_iteration"):
-            key = f"{section}.{name}"
-            fix = "write these instead: a ratio is a share of lr, the highest rate"
-            findings.refuse(key, rule, fix)
+            findings.refuse(
+                f"{section}.{name}",
+                rule,
+                "write these instead: a ratio is a share of lr, the highest rate",
+            )
     if params and END in takes and END not in params:
-        fix = 'write it, or "auto": the recipe\'s'
-        findings.refuse(f"{section}.{END}", f"{kind} fails without it", fix)
+        findings.refuse(
+            f"{section}.{END}",
+            f"{kind} fails without it",
+            'write it, or "auto": the recipe\'s',
+        )
     own = recipe.schedule.kind
     if following.is_open(findings.config) and kind != own:
         does = f'all numbers are "auto", and the recipe\'s {own} is what trains, not {kind}'
@@ -176,7 +193,7 @@ def _own(recipe: Recipe) -> dict[str, Any]:
         own["optimizer"] |= recipe.optimizer.of_muon
     if recipe.optimizer.name == "lamb":
         own["optimizer"] |= dict(
-            zip(_OF_LAMB, recipe.optimizer.trust_ratios, strict=True)
+            zip(OF_LAMB, recipe.optimizer.trust_ratios, strict=True)
         )
     return own
 
@@ -191,7 +208,7 @@ def fills(
     """
     own = _own(recipe)["optimizer"]
     name = recipe.optimizer.name
-    more = {"lamb": ("bias_correction", *_OF_LAMB), "muon": OF_MUON}
+    more = {"lamb": ("bias_correction", *OF_LAMB), "muon": OF_MUON}
     names = ("lr", "betas", "eps", "weight_decay", *more.get(name, ()))
     values: dict[str, Any] = {f"{PARAMS}.{each}": own[each] for each in names}
     values["gradient_clipping"] = own["clip"]
@@ -222,10 +239,11 @@ def _adamw(
         missing if machine.compiler else "a C++ compiler (g++, ninja, Python's headers)"
     )
     if missing and not torch_adam:
-        fix = "install it, or remove the key: torch's AdamW steps as fast"
-        rule = "DeepSpeed's Adam is compiled at first use"
         findings.refuse(
-            key, rule, fix, f"{asked or f'{key}=false'}, but {missing} is missing"
+            key,
+            "DeepSpeed's Adam is compiled at first use",
+            "install it, or remove the key: torch's AdamW steps as fast",
+            f"{asked or f'{key}=false'}, but {missing} is missing",
         )
     foreach = f"{PARAMS}.foreach"
     fused = f"{PARAMS}.fused"
@@ -235,12 +253,11 @@ def _adamw(
     if torch_adam and corrects and not findings.stated(foreach):
         values[fused] = True
     if findings.stated(foreach) and findings.stated(fused):
-        came = f"{foreach} and {fused} are both true"
         findings.refuse(
             fused,
             "they are two forms of one step",
             "remove foreach: fused is the faster one",
-            came,
+            f"{foreach} and {fused} are both true",
         )
     of_torch = (
         "is read by torch's AdamW alone",
@@ -260,9 +277,12 @@ def _adamw(
     if torch_adam and offloads:
         key = "zero_force_ds_cpu_optimizer"
         if findings.stated(key):
-            rule = "demands DeepSpeed's compiled CPU Adam"
-            fix = "write false, or set torch_adam to false"
-            findings.refuse(key, rule, fix, beside=" with torch's AdamW")
+            findings.refuse(
+                key,
+                "demands DeepSpeed's compiled CPU Adam",
+                "write false, or set torch_adam to false",
+                beside=" with torch's AdamW",
+            )
         values[key] = False
     return values
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ds_configs.findings import Disagreement, Findings
 from ds_configs.following import BATCH
@@ -11,6 +11,8 @@ from recipes.layout import Layout, divisors, share_batch
 from recipes.problems import Problem, Setting, Text, Words, counted, either
 from recipes.schema import Recipe
 
+# True: each tensor rank sends a part of activations and gradients to the next pipeline stage.
+SENDS_PARTS = ("pipeline.pipe_partitioned", "pipeline.grad_partitioned")
 _RECIPE_KEY = {"tensor": "tp", "pipeline": "pp"}
 
 
@@ -93,12 +95,11 @@ def _degree(name: str, recipe: Recipe, findings: Findings) -> _Degree | None:
             return _Degree(key, default, f" (default_{name} of {findings.where})")
         return _Degree(key, own or 1)
     if default is not None:
-        beside = f" next to {written_key}={value}"
         findings.refuse(
             default_key,
             'a default is used with "auto" only',
             "remove one of the two",
-            beside=beside,
+            beside=f" next to {written_key}={value}",
         )
     if own is not None and value != own:
         findings.disagreement(written_key, Setting(key, own))
@@ -124,26 +125,42 @@ def _check_model(
                 fix += ", or --set model.implementation=megarecipes"
             else:
                 fix = f"set {degree.key} to 1; --ds_config zero3 cuts a model that is too large"
-            rule = "its modules are cut by ZeRO alone"
-            problems.append(Problem(degree.key, came, rule, fix))
+            problems.append(
+                Problem(degree.key, came, "its modules are cut by ZeRO alone", fix)
+            )
     if heads % tp.value:
-        rule = "each tensor-parallel rank takes heads/tp heads"
-        fix = f"set parallel.tp to {either(divisors(heads))}"
         came = Setting("model.heads", heads), " is not divisible by ", *tp.words
-        problems.append(Problem(tp.key, came, rule, fix))
+        problems.append(
+            Problem(
+                tp.key,
+                came,
+                "each tensor-parallel rank takes heads/tp heads",
+                f"set parallel.tp to {either(divisors(heads))}",
+            )
+        )
     if pp.value > layers:
         came = *pp.words, " is more than ", Setting("model.layers", layers)
-        fix = f"set parallel.pp to {layers} or less"
         problems.append(
-            Problem(pp.key, came, "each pipeline stage holds at least one layer", fix)
+            Problem(
+                pp.key,
+                came,
+                "each pipeline stage holds at least one layer",
+                f"set parallel.pp to {layers} or less",
+            )
         )
     if pp.value > 1 and stage in (0, 2, 3):
         came = *pp.words, f" with zero_optimization.stage={stage} ({findings.where})"
         rule = "DeepSpeed's pipeline keeps all micro-batches' gradients, which ZeRO-2 and ZeRO-3 shard away"
         if stage == 0:
             rule = "DeepSpeed counts the tied embedding once per stage there, and clips by a wrong norm"
-        fix = "use stage 1 (--ds_config pipeline or 3d), or --set parallel.pp=1"
-        problems.append(Problem(pp.key, came, rule, fix))
+        problems.append(
+            Problem(
+                pp.key,
+                came,
+                rule,
+                "use stage 1 (--ds_config pipeline or 3d), or --set parallel.pp=1",
+            )
+        )
     if recipe.parallel.torch_ddp and (
         stage != 0 or recipe.model.implementation == "transformers"
     ):
@@ -151,9 +168,14 @@ def _check_model(
             Setting("parallel.torch_ddp", "true"),
             f" with stage {stage} ({findings.where})",
         )
-        rule = "torch's DistributedDataParallel averages our models' whole gradients, as stage 0 keeps them"
-        fix = "use --ds_config zero0, or --set parallel.torch_ddp=false"
-        problems.append(Problem("parallel.torch_ddp", came, rule, fix))
+        problems.append(
+            Problem(
+                "parallel.torch_ddp",
+                came,
+                "torch's DistributedDataParallel averages our models' whole gradients, as stage 0 keeps them",
+                "use --ds_config zero0, or --set parallel.torch_ddp=false",
+            )
+        )
 
 
 def _check_sequence(recipe: Recipe, tp: _Degree, findings: Findings) -> None:
@@ -163,9 +185,14 @@ def _check_sequence(recipe: Recipe, tp: _Degree, findings: Findings) -> None:
     on = Setting("parallel.sequence", "true")
     if tp.value == 1:
         came: Text = on, " with ", *tp.words
-        rule = "it shares positions out over tensor-parallel ranks"
-        fix = f"--set parallel.tp=2, or {off}"
-        findings.problems.append(Problem(key, came, rule, fix))
+        findings.problems.append(
+            Problem(
+                key,
+                came,
+                "it shares positions out over tensor-parallel ranks",
+                f"--set parallel.tp=2, or {off}",
+            )
+        )
     if length % tp.value:
         came = (
             on,
@@ -174,26 +201,22 @@ def _check_sequence(recipe: Recipe, tp: _Degree, findings: Findings) -> None:
             " is not divisible by ",
             *tp.words,
         )
-        fix = f"set sequence_length to {length // tp.value * tp.value or tp.value}, or {off}"
         findings.problems.append(
-            Problem(key, came, "each tensor rank takes as many positions", fix)
-        )
-    for name in ("pipeline.pipe_partitioned", "pipeline.grad_partitioned"):
-        if findings.stated(name):
-            rule = "a tensor rank sends its own positions, and no part of what all of them have"
-            findings.refuse(
-                name, rule, f"remove the key, or {off}", (f"{name}=true with ", on)
+            Problem(
+                key,
+                came,
+                "each tensor rank takes as many positions",
+                f"set sequence_length to {length // tp.value * tp.value or tp.value}, or {off}",
             )
-
-
-def sends(recipe: Recipe) -> dict[str, Any]:
-    """Return DeepSpeed's keys for sending activations and gradients between pipeline stages.
-
-    Without sequence parallelism each tensor rank sends 1/tp of them (DeepSpeed's default).
-    """
-    if not recipe.parallel.sequence:
-        return {}
-    return {"pipeline.pipe_partitioned": False, "pipeline.grad_partitioned": False}
+        )
+    for name in SENDS_PARTS:
+        if findings.stated(name):
+            findings.refuse(
+                name,
+                "a tensor rank sends its own positions, and no part of what all of them have",
+                f"remove the key, or {off}",
+                (f"{name}=true with ", on),
+            )
 
 
 def _data_parallel(
@@ -234,11 +257,14 @@ def _data_parallel(
     if world % shared:
         came = f"{started}, with ", *degrees, f" = {shared}"
         start = f"start {shared} (deepspeed --num_gpus {shared} …) or a multiple of {shared}"
-        fix = (
-            f"{start}, or lower a degree with --set parallel.tp= or --set parallel.pp="
+        findings.problems.append(
+            Problem(
+                "parallel.tp",
+                came,
+                "the number of processes is a multiple of tp x pp",
+                f"{start}, or lower a degree with --set parallel.tp= or --set parallel.pp=",
+            )
         )
-        rule = "the number of processes is a multiple of tp x pp"
-        findings.problems.append(Problem("parallel.tp", came, rule, fix))
         return None
     return world // shared
 

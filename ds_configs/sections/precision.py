@@ -25,9 +25,12 @@ def precision(
     }
     demanded = [half for half in _HALVES if switches[half] is True]
     if len(demanded) == 2:
-        came = "fp16.enabled and bf16.enabled are both true"
-        rule = "a run has one precision"
-        findings.refuse("fp16.enabled", rule, "set one to false", came)
+        findings.refuse(
+            "fp16.enabled",
+            "a run has one precision",
+            "set one to false",
+            "fp16.enabled and bf16.enabled are both true",
+        )
         return None
     chosen: Precision | None
     if demanded:
@@ -79,9 +82,10 @@ def _demanded(
         other = "bf16" if half == "fp16" and machine.bf16 else "fp32"
         key = f"{half}.enabled"
         lacks = f"the {machine.device.name} accelerator of this machine has no {half}"
-        fix = f'--ds_config {other}, or set {key} to "auto" (falls to {other})'
         findings.refuse(
-            key, f"{lacks}, and what is demanded is not changed silently", fix
+            key,
+            f"{lacks}, and what is demanded is not changed silently",
+            f'--ds_config {other}, or set {key} to "auto" (falls to {other})',
         )
         return None
     if recipe.precision not in (half, "auto"):
@@ -122,17 +126,20 @@ def _check_types(chosen: Precision, stage: int | None, findings: Findings) -> No
         and chosen in _HALVES
         and findings.stated(key) not in (None, chosen, "fp32")
     ):
-        beside = f" with {chosen} and zero_optimization.stage=0"
         findings.refuse(
             key,
             f"gradients are summed in {chosen} or fp32 there",
             "remove the key",
-            beside=beside,
+            beside=f" with {chosen} and zero_optimization.stage=0",
         )
     key = "data_types.param_dtype"
     if findings.stated(key) not in (None, chosen):
-        rule = "fp16 and bf16 decide the precision of the parameters"
-        findings.refuse(key, rule, "remove the key", beside=f" in a run of {chosen}")
+        findings.refuse(
+            key,
+            "fp16 and bf16 decide the precision of the parameters",
+            "remove the key",
+            beside=f" in a run of {chosen}",
+        )
     key = "fp16.min_loss_scale"
     first = "fp16.initial_scale_power"
     power = 16 if findings.stated(first) is None else findings.stated(first)
@@ -140,8 +147,12 @@ def _check_types(chosen: Precision, stage: int | None, findings: Findings) -> No
     if searched and chosen == "fp16" and findings.stated(key) == 0:
         findings.refuse(key, "a scale that is searched for ends above 0", "write 1")
     if searched and (findings.stated(key) or 1) > 2**power:
-        rule = f"the search starts at 2^{power} = {2**power:,}, which is below"
-        findings.refuse(key, rule, f"set {key} to 1", beside=f" with {first}={power}")
+        findings.refuse(
+            key,
+            f"the search starts at 2^{power} = {2**power:,}, which is below",
+            f"set {key} to 1",
+            beside=f" with {first}={power}",
+        )
 
 
 def _check_masters(chosen: Precision, stage: int | None, findings: Findings) -> None:
@@ -161,23 +172,30 @@ def _check_masters(chosen: Precision, stage: int | None, findings: Findings) -> 
                 key, f"is for {half}", "remove the key", beside=f" in a run of {chosen}"
             )
         elif stage == 0:
-            beside = " with zero_optimization.stage=0"
-            fix = "remove the key (they are then fp32), or take stage 1, 2 or 3"
-            findings.refuse(key, "is for sharded states", fix, beside=beside)
+            findings.refuse(
+                key,
+                "is for sharded states",
+                "remove the key (they are then fp32), or take stage 1, 2 or 3",
+                beside=" with zero_optimization.stage=0",
+            )
         elif not (offloaded or states) or (
             offloaded and stated("optimizer.params.torch_adam")
         ):
-            rule = "only DeepSpeed's compiled CPU Adam steps such weights"
-            fix = "offload the optimizer (offload_optimizer) without torch_adam, or remove the key: fp32"
-            findings.refuse(key, rule, fix)
+            findings.refuse(
+                key,
+                "only DeepSpeed's compiled CPU Adam steps such weights",
+                "offload the optimizer (offload_optimizer) without torch_adam, or remove the key: fp32",
+            )
         elif (
             offloaded
             and states
             and stated("optimizer.params.fp32_optimizer_states") is not False
         ):
-            rule = "DeepSpeed's CPU Adam keeps its states in fp32 unless told otherwise"
-            fix = "set optimizer.params.fp32_optimizer_states to false"
-            findings.refuse("bf16.bf16_optimizer_states", rule, fix)
+            findings.refuse(
+                "bf16.bf16_optimizer_states",
+                "DeepSpeed's CPU Adam keeps its states in fp32 unless told otherwise",
+                "set optimizer.params.fp32_optimizer_states to false",
+            )
         else:
             kept = "weights and Adam's moments" if states else "weights"
             findings.notice(

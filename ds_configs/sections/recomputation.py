@@ -54,14 +54,19 @@ def check(
         )
     if section["partition_activations"] and chunk and recipe.parallel.sequence:
         came = f"{PARTITION}=true with ", Setting("parallel.sequence", "true")
-        rule = "a tensor rank has its own positions already, of which DeepSpeed would keep a part"
         findings.refuse(
-            PARTITION, rule, "set it to false, or --set parallel.sequence=false", came
+            PARTITION,
+            "a tensor rank has its own positions already, of which DeepSpeed would keep a part",
+            "set it to false, or --set parallel.sequence=false",
+            came,
         )
     on_host = section["cpu_checkpointing"] and not machine.device.asynchronous
     if on_host and chunk and not section["partition_activations"]:
-        rule = "on a CPU DeepSpeed 0.19 empties whole activations before it has copied them"
-        findings.refuse(f"{_SECTION}.cpu_checkpointing", rule, _TO_PARTITION)
+        findings.refuse(
+            f"{_SECTION}.cpu_checkpointing",
+            "on a CPU DeepSpeed 0.19 empties whole activations before it has copied them",
+            _TO_PARTITION,
+        )
         section["partition_activations"] = True
     if section["contiguous_memory_optimization"]:
         _check_contiguous(recipe, section, findings)
@@ -101,8 +106,9 @@ def _check_contiguous(
             key, "DeepSpeed has it for partitioned activations only", _TO_PARTITION
         )
     if number is None or number < chunks:
-        rule = f"DeepSpeed makes room for so many, and the recipe has {chunks}"
-        fix = f"set number_checkpoints to {chunks}"
         findings.refuse(
-            key, rule, fix, beside=f" with number_checkpoints={number or 'null'}"
+            key,
+            f"DeepSpeed makes room for so many, and the recipe has {chunks}",
+            f"set number_checkpoints to {chunks}",
+            beside=f" with number_checkpoints={number or 'null'}",
         )

@@ -82,14 +82,20 @@ def nvme_paths(environ: Mapping[str, str], findings: Findings) -> dict[str, str]
             f"{findings.where}: {key}" if findings.stated(key) else f"${NVME_VARIABLE}"
         )
         if not path:
-            fix = f"export {NVME_VARIABLE}=/path/to/it, or write the path in the JSON"
-            rule = "NVMe offload needs a directory on a fast disk"
-            findings.refuse(key, rule, fix, beside=f" and {NVME_VARIABLE} is not set")
+            findings.refuse(
+                key,
+                "NVMe offload needs a directory on a fast disk",
+                f"export {NVME_VARIABLE}=/path/to/it, or write the path in the JSON",
+                beside=f" and {NVME_VARIABLE} is not set",
+            )
         elif reason := _unusable(Path(path)):
-            rule = "NVMe offload writes its files there"
-            fix = "name a directory on a fast disk"
             findings.problems.append(
-                Problem(key, f"{origin}={path}: {reason}", rule, fix)
+                Problem(
+                    key,
+                    f"{origin}={path}: {reason}",
+                    "NVMe offload writes its files there",
+                    "name a directory on a fast disk",
+                )
             )
         else:
             found[key] = path
@@ -115,14 +121,17 @@ def check_rest(stage: int | None, layout: Layout | None, findings: Findings) -> 
         0 < (findings.stated(key) or 0) < 4
         and findings.stated(f"{_OPTIMIZER}.device") == "nvme"
     ):
-        rule = "a weight, its gradient and Adam's two moments are in buffers at once"
-        findings.refuse(key, rule, "set it to 4 or more", beside=" with device=nvme")
-    key = f"{_ZERO}.zero_hpz_partition_size"
-    if stage == 3 and layout and layout.dp % (findings.stated(key) or 1):
-        rule = "the data-parallel ranks are divided into groups of so many"
         findings.refuse(
             key,
-            rule,
+            "a weight, its gradient and Adam's two moments are in buffers at once",
+            "set it to 4 or more",
+            beside=" with device=nvme",
+        )
+    key = f"{_ZERO}.zero_hpz_partition_size"
+    if stage == 3 and layout and layout.dp % (findings.stated(key) or 1):
+        findings.refuse(
+            key,
+            "the data-parallel ranks are divided into groups of so many",
             f"set it to {either(divisors(layout.dp))}",
             beside=f" with dp={layout.dp}",
         )
@@ -132,9 +141,12 @@ def check_rest(stage: int | None, layout: Layout | None, findings: Findings) -> 
             ("gradient_predivide_factor", 1),
         ):
             if findings.stated(key) not in (None, ineffective):
-                rule = "stages 2 and 3 average while they reduce and scatter; stages 0 and 1 can divide before"
-                fix = "remove the key, or set zero_optimization.reduce_scatter to false"
-                findings.refuse(key, rule, fix, beside=beside)
+                findings.refuse(
+                    key,
+                    "stages 2 and 3 average while they reduce and scatter; stages 0 and 1 can divide before",
+                    "remove the key, or set zero_optimization.reduce_scatter to false",
+                    beside=beside,
+                )
 
 
 def _check_stage(
@@ -144,31 +156,31 @@ def _check_stage(
         findings.refuse(_STAGE, rule, fix, f"{came} with {_STAGE}={stage}")
 
     if optimizer != "none" and stage == 0:
-        fix = "use stage 2 (--ds_config zero2_offload), or remove offload_optimizer"
         refuse(
             "offload_optimizer",
             "only sharded optimizer states are offloaded (stages 1 to 3)",
-            fix,
+            "use stage 2 (--ds_config zero2_offload), or remove offload_optimizer",
         )
     if optimizer == "nvme" and stage in (1, 2):
-        fix = "use stage 3 (--ds_config zero_infinity), or device cpu"
         refuse(
             "offload_optimizer.device=nvme",
             "DeepSpeed swaps to NVMe in stage 3 only",
-            fix,
+            "use stage 3 (--ds_config zero_infinity), or device cpu",
         )
     ratio = findings.stated(f"{_OPTIMIZER}.ratio")
     if ratio is not None and ratio < 1 and stage != 3:
-        rule = "partial offload works in stage 3 only"
-        fix = "use stage 3, or remove ratio"
-        refuse(f"offload_optimizer.ratio={ratio}", rule, fix)
+        refuse(
+            f"offload_optimizer.ratio={ratio}",
+            "partial offload works in stage 3 only",
+            "use stage 3, or remove ratio",
+        )
     key = f"{_ZERO}.stage3_prefetch_bucket_size"
     if parameters == "nvme" and findings.lookup(key) != 0:
-        rule = (
-            "DeepSpeed 0.19 runs out of buffers when it prefetches parameters from NVMe"
-        )
         findings.refuse(
-            key, rule, "set it to 0", beside=" with offload_param.device=nvme"
+            key,
+            "DeepSpeed 0.19 runs out of buffers when it prefetches parameters from NVMe",
+            "set it to 0",
+            beside=" with offload_param.device=nvme",
         )
 
 
@@ -188,10 +200,11 @@ def _check_nvme_op(machine: Machine, findings: Findings) -> None:
         ),
     ):
         if not there:
-            rule = "DeepSpeed compiles its asynchronous I/O at first use, with libaio"
-            came = f"NVMe offload, but {missing}"
             findings.refuse(
-                "device", rule, f"{fix}, or --ds_config zero3_offload", came
+                "device",
+                "DeepSpeed compiles its asynchronous I/O at first use, with libaio",
+                f"{fix}, or --ds_config zero3_offload",
+                f"NVMe offload, but {missing}",
             )
 
 

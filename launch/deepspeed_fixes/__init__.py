@@ -1,4 +1,4 @@
-"""Corrections of DeepSpeed, one file each; versions.py lists the releases, and what is overridden.
+"""Corrections of DeepSpeed, one file each; versions.py has the releases that are taken.
 
 Each docstring names the release, the symptom, upstream's issue, and a test that fails once DeepSpeed is
 corrected.

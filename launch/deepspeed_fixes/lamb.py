@@ -61,11 +61,9 @@ class Adam(torch.optim.AdamW):
             # As DeepSpeed's kernels hold them: 1 - 0.999 is off by 1e-5, which a correction would cancel.
             beta1, beta2 = torch.tensor(group["betas"], dtype=torch.float32).tolist()
         if not state:
-            zeros = (torch.zeros_like(parameter) for _ in range(2))
-            state.update(
-                zip(("exp_avg", "exp_avg_sq"), zeros, strict=True),
-                step=torch.tensor(0.0),
-            )
+            state["step"] = torch.tensor(0.0)
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
         assert parameter.grad is not None
         state["step"] += 1
         # 1 - beta^step of an endless number of steps is 1.
@@ -98,19 +96,19 @@ class Lamb(Adam):
         self.grid = grid
         self.bounds = (min_coeff, max_coeff)
         # By position: the master weights, which replace the parameters later, know no shards.
-        self.shared = []
+        self.shared: list[bool] = []
         for group in self.param_groups:
-            self.shared.append(
-                [is_model_parallel_parameter(each) for each in group["params"]]
-            )
+            self.shared += map(is_model_parallel_parameter, group["params"])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient. Collective over the tensor-parallel ranks."""
         assert closure is None, "DeepSpeed computes the loss before"
         updates = []
-        for group, marks in zip(self.param_groups, self.shared, strict=True):
-            for parameter, shared in zip(group["params"], marks, strict=True):
+        marks = iter(self.shared)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                shared = next(marks)
                 if parameter.grad is not None:
                     direction = self._direction(parameter, group)
                     updates.append((parameter, direction, group["lr"], shared))

@@ -170,7 +170,7 @@ class Muon(torch.optim.AdamW):
         for items in in_rounds(loads, most):
             of_round = [matrices[item] for item in items]
             their_owners = [owners[item] for item in items]
-            pieces = held[:, items].tolist()
+            pieces = held[:, items]
             division = _Division(self.grid, of_round, their_owners, pieces, nothing)
             rounds.append(division)
         return rounds
@@ -278,28 +278,26 @@ class _Division:
         grid: ProcessGrid,
         matrices: Sequence[_Matrix],
         owners: Sequence[int],
-        held: Sequence[Sequence[int]],
+        held: Tensor,
         nothing: Tensor,
     ) -> None:
         """Take note of a round.
 
         Args:
             owners: of each matrix, the rank of this stage that orthogonalises it.
-            held: of each data-parallel rank, elements of the slice of each matrix.
+            held: elements of the slice of each matrix on each data-parallel rank (ranks, matrices).
             nothing: an empty tensor of the type and on the device of the exchange.
         """
         self.matrices = matrices
         self.ranks = grid.tp
         of_data = [owner // grid.tp for owner in owners]
-        whole = []
-        for number, owner in enumerate(of_data):
-            whole.append(held[owner][number] == matrices[number].local_size)
+        sizes = torch.tensor([each.local_size for each in matrices])
+        whole = held[of_data, torch.arange(len(matrices))] == sizes
         self.over_data = _Exchange(grid.data_group, of_data, held, whole, nothing)
         self.gathered = [matrices[number] for number in self.over_data.own]
         of_tensor = [owners[number] % grid.tp for number in self.over_data.own]
-        sizes = [each.local_size for each in self.gathered]
-        whole = [each.cut is None for each in self.gathered]
-        slices = [sizes] * grid.tp
+        whole = torch.tensor([each.cut is None for each in self.gathered]).bool()
+        slices = sizes[self.over_data.own].expand(grid.tp, -1)
         self.over_tensor = _Exchange(
             grid.tensor_group, of_tensor, slices, whole, nothing
         )
@@ -311,7 +309,7 @@ class _Division:
         del updates
         pieces: list[Sequence[Tensor]] = []
         for number, slice_ in zip(self.over_data.own, slices, strict=True):
-            counts = [held[number] for held in self.over_data.held]
+            counts = self.over_data.held[:, number].tolist()
             # Under ZeRO-0 every rank holds the whole slice.
             copied = sum(counts) > len(slice_)
             pieces.append([slice_] * len(counts) if copied else slice_.split(counts))
@@ -366,15 +364,15 @@ class _Exchange:
         self,
         group: Group,
         owners: Sequence[int],
-        held: Sequence[Sequence[int]],
-        whole: Sequence[bool],
+        held: Tensor,
+        whole: Tensor,
         nothing: Tensor,
     ) -> None:
         """Take note of the pieces.
 
         Args:
             owners: the rank that gets each tensor.
-            held: of each rank, elements of each tensor; they follow each other in the order of the ranks.
+            held: elements of each tensor on each rank (ranks, tensors), in whose order they follow each other.
             whole: whether the owner of each tensor holds all of it already, as other ranks may, too.
             nothing: an empty tensor of their type and device.
         """
@@ -384,24 +382,16 @@ class _Exchange:
         self.held = held
         self.nothing = nothing
         self.own = [item for item, owner in enumerate(owners) if owner == self.rank]
-        self.sent = []
-        for rank, counts in enumerate(held):
-            of_rank = []
-            for item, count in enumerate(counts):
-                needless = whole[item] and rank != owners[item]
-                of_rank.append(0 if needless else count)
-            self.sent.append(of_rank)
+        elsewhere = torch.arange(len(held))[:, None] != torch.tensor(owners)
+        self.sent = held.masked_fill(whole & elsewhere, 0)
 
     def collect(self, pieces: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
         """Return all pieces of this rank's tensors, given its piece of every tensor. Collective."""
         outgoing: list[list[Tensor]] = [[] for _ in self.held]
-        for piece, count, owner in zip(
-            pieces, self.sent[self.rank], self.owners, strict=True
-        ):
+        counts = self.sent[self.rank].tolist()
+        for piece, count, owner in zip(pieces, counts, self.owners, strict=True):
             outgoing[owner].append(piece[:count])
-        expected = []
-        for counts in self.sent:
-            expected.append([counts[item] for item in self.own])
+        expected = self.sent[:, self.own].tolist()
         return list(zip(*self._swapped(outgoing, expected), strict=True))
 
     def give_back(self, tensors: Sequence[Sequence[Tensor]]) -> list[Tensor]:
@@ -411,7 +401,8 @@ class _Exchange:
             for rank, piece in enumerate(pieces):
                 outgoing[rank].append(piece.reshape(-1))
         expected: list[list[int]] = [[] for _ in self.held]
-        for count, owner in zip(self.held[self.rank], self.owners, strict=True):
+        counts = self.held[self.rank].tolist()
+        for count, owner in zip(counts, self.owners, strict=True):
             expected[owner].append(count)
         received = self._swapped(outgoing, expected)
         return [received[owner].pop(0) for owner in self.owners]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -47,6 +47,17 @@ def counts_here(parameter: torch.nn.Parameter, tensor_rank: int) -> bool:
     if getattr(parameter, "ds_pipe_replicated", False):  # a tied copy on a later stage
         return False
     return tensor_rank == 0 or is_model_parallel_parameter(parameter)
+
+
+def by_count(
+    tensors: Iterable[tuple[torch.nn.Parameter, torch.Tensor | None]], tensor_rank: int
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the tensors that there are of parameters: of those that count here, and of the others."""
+    kinds: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+    for parameter, tensor in tensors:
+        if tensor is not None:
+            kinds[not counts_here(parameter, tensor_rank)].append(tensor)
+    return kinds
 
 
 def squared_norm(gradient: torch.Tensor) -> torch.Tensor:

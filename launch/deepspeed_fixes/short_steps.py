@@ -47,6 +47,7 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 
 from launch.deepspeed_fixes import versions
 from launch.deepspeed_fixes.norms import (
+    by_count,
     counts_here,
     divide,
     divisor_of,
@@ -98,11 +99,9 @@ def shorten_step(engine: DeepSpeedEngine) -> str | None:
             "data_types.grad_accum_dtype": not optimizer.cpu_offload
             and optimizer.use_grad_accum_attribute,
         }
-        setting = next(
-            (setting for setting, stands in obstacles.items() if stands), None
-        )
-        if setting:
-            return setting
+        for setting, stands in obstacles.items():
+            if stands:
+                return setting
         if optimizer.cpu_offload:
             optimizer.__class__ = OffloadedStep
         else:
@@ -132,46 +131,36 @@ class _Partitions:
         """Find the place of each gradient, once the optimizer is built."""
         self._alone = dist.get_world_size(dp_group) == 1
         self._places = []
-        # Runs of neighbouring places of each group, those that count in the norm and the others.
-        self._counted: list[Runs] = []
-        self._others: list[Runs] = []
+        # Runs of neighbouring places of each group: those that count in the norm, and the others.
+        self._runs: list[tuple[Runs, Runs]] = []
         for group in groups:
             places = {each.parameter: each for each in fragments_of(group)}
             self._places.append(places)
-            self._counted.append(_find_runs(places.values(), tensor_rank, counts=True))
-            self._others.append(_find_runs(places.values(), tensor_rank, counts=False))
+            self._runs.append(_find_runs(places.values(), tensor_rank))
 
     def norm_over_ranks(
         self, gradients: Sequence[torch.Tensor], *groups: dist.ProcessGroup | None
     ) -> torch.Tensor:
         """Return the L2 norm of the whole model's gradient, which lies on the ranks of some groups."""
-        total = sum_of_squares(
-            _parts(gradients, self._counted), _parts(gradients, self._others)
-        )
+        kinds: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        for gradient, both in zip(gradients, self._runs, strict=True):
+            for parts, runs in zip(kinds, both, strict=True):
+                parts += [gradient[start:end] for start, end in runs]
+        total = sum_of_squares(*kinds)
         for group in groups:
             if group is not None and dist.get_world_size(group) > 1:
                 dist.all_reduce(total, group=group)
         return total.sqrt().float()
 
 
-def _parts(
-    gradients: Sequence[torch.Tensor], runs: Sequence[Runs]
-) -> list[torch.Tensor]:
-    """Cut the runs of each group out of its flat gradient."""
-    parts = []
-    for number, of_group in enumerate(runs):
-        parts += [gradients[number][start:end] for start, end in of_group]
-    return parts
-
-
-def _find_runs(places: Iterable[Fragment], tensor_rank: int, counts: bool) -> Runs:
-    """Return start and end of neighbouring places whose elements count in the norm, or do not."""
-    runs: list[tuple[int, int]] = []
+def _find_runs(places: Iterable[Fragment], tensor_rank: int) -> tuple[Runs, Runs]:
+    """Return start and end of neighbouring places: those that count in the norm, and the others."""
+    kinds: tuple[Runs, Runs] = ([], [])
     for parameter, _, offset, elements in places:
-        if counts_here(parameter, tensor_rank) == counts:
-            start = runs.pop()[0] if runs and runs[-1][1] == offset else offset
-            runs.append((start, offset + elements))
-    return runs
+        runs = kinds[not counts_here(parameter, tensor_rank)]
+        start = runs.pop()[0] if runs and runs[-1][1] == offset else offset
+        runs.append((start, offset + elements))
+    return kinds
 
 
 class OrderedEnd:
@@ -250,11 +239,13 @@ class FlatStep(_Partitions, OrderedEnd, DeepSpeedZeroOptimizer):  # type: ignore
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         """Unscale, clip, step and round; if a gradient is not finite, skip the step on all ranks."""
+        gradients = []
         for group in range(len(self._places)):
             self._complete(group)
-        gradients = [self._gradient(group) for group in range(len(self._places))]
+            gradients.append(self._gradient(group))
         scale = self.loss_scale
-        scaled_norm = self._norm().item()  # waits for the device
+        groups = (self.dp_process_group, self.model_parallel_group)
+        scaled_norm = self.norm_over_ranks(gradients, *groups).item()  # waits
         self.overflow = not math.isfinite(scaled_norm) and (
             self.dtype != torch.bfloat16 or self.check_grad_overflow
         )
@@ -282,24 +273,16 @@ class FlatStep(_Partitions, OrderedEnd, DeepSpeedZeroOptimizer):  # type: ignore
             if parameter not in self._taken:
                 self._gradient(group)[offset : offset + elements].zero_()
 
-    def _norm(self) -> torch.Tensor:
-        """Return the L2 norm of the whole model's gradient times the loss scale."""
-        gradients = [self._gradient(group) for group in range(len(self._places))]
-        return self.norm_over_ranks(
-            gradients, self.dp_process_group, self.model_parallel_group
-        )
-
     @torch.no_grad()
     def update_lp_params(self) -> None:
         """Round the master weights into the model's, on all ranks (DeepSpeed calls this)."""
-        for group, (parts, master) in enumerate(
-            zip(
-                self.parallel_partitioned_bit16_groups,
-                self.single_partition_of_fp32_groups,
-                strict=True,
-            )
+        for parts, master, group in zip(
+            self.parallel_partitioned_bit16_groups,
+            self.single_partition_of_fp32_groups,
+            self.real_dp_process_group,
+            strict=True,
         ):
-            parts[dist.get_rank(self.real_dp_process_group[group])].copy_(master)
+            parts[dist.get_rank(group)].copy_(master)
         if not self._alone:
             all_gather_dp_groups(
                 groups_flat=self.bit16_groups_flat,
@@ -446,11 +429,9 @@ class OffloadedStep(OrderedEnd, DeepSpeedZeroOptimizer):  # type: ignore[misc]
         self, params: Sequence[torch.nn.Parameter]
     ) -> torch.Tensor:
         """Return the norm of a group's gradients over all ranks (DeepSpeed calls this)."""
-        kinds: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        for p in params:
-            norm = self.norm_for_param_grads.get(self.get_param_id(p))
-            if norm is not None:
-                kinds[not counts_here(p, self.model_parallel_rank)].append(norm)
+        found = self.norm_for_param_grads
+        norms_of = ((p, found.get(self.get_param_id(p))) for p in params)
+        kinds = by_count(norms_of, self.model_parallel_rank)
         device = get_accelerator().current_device_name()
         total = torch.zeros((), dtype=norm_dtype(), device=device)
         for norms, weight in zip(kinds, (1.0, 0.0), strict=True):
@@ -480,10 +461,8 @@ class ShardedStep(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         norm_type: float = 2,
     ) -> torch.Tensor:
         """Return the norm of a sub-group's gradients over all ranks (DeepSpeed calls this)."""
-        kinds: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        for gradient, p in zip(gradients, params, strict=True):
-            kinds[not counts_here(p, self.model_parallel_rank)].append(gradient)
-        total = sum_of_squares(*kinds)
+        pairs = zip(params, gradients, strict=True)
+        total = sum_of_squares(*by_count(pairs, self.model_parallel_rank))
         dist.all_reduce(total, group=self._get_param_partition_group(params[0]))
         self._model_parallel_all_reduce(tensor=total, op=dist.ReduceOp.SUM)
         return total.sqrt().float()

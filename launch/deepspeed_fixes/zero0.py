@@ -45,7 +45,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from launch.deepspeed_fixes import versions
-from launch.deepspeed_fixes.norms import counts_here, divide, divisor_of, sum_of_squares
+from launch.deepspeed_fixes.norms import by_count, divide, divisor_of, sum_of_squares
 from modeling.parallel.process_grid import ProcessGrid
 
 AT_ONCE = 2**26  # elements, about, of a list of tensors for one kernel
@@ -111,24 +111,23 @@ class DataParallelEngine(DeepSpeedEngine):  # type: ignore[misc]  # has no types
         self, optimizer: Optimizer, low_precision_dtype: torch.dtype
     ) -> MasterWeights:
         """Make the optimizer of both half precisions (DeepSpeed calls this)."""
-        dynamic = self.dynamic_loss_scale()
-        rules = self.dynamic_loss_scale_args()
         scaler = CreateLossScaler(
-            low_precision_dtype, self.loss_scale(), dynamic, rules
+            low_precision_dtype,
+            self.loss_scale(),
+            self.dynamic_loss_scale(),
+            self.dynamic_loss_scale_args(),
         )
         skips = (
             low_precision_dtype == torch.float16
             or self._config.bfloat16_config.check_grad_overflow
         )
-        clip = self.gradient_clipping()
-        sums = super().get_data_types()[1] == torch.float32
         return MasterWeights(
             optimizer,
             self.mpu,
-            clip=clip,
+            clip=self.gradient_clipping(),
             scaler=scaler,
             skips_overflow=skips,
-            sums_in_fp32=sums,
+            sums_in_fp32=super().get_data_types()[1] == torch.float32,
         )
 
     def backward(self, loss: torch.Tensor, **how: Any) -> Any:
@@ -170,14 +169,9 @@ def gradient_norm(
     The norm is not finite if a gradient is not.
     """
     parameters = list(parameters)
-    kinds: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
     held = list(gradients) or [parameter.grad for parameter in parameters]
-    for parameter, gradient in zip(parameters, held, strict=True):
-        if gradient is not None:
-            kinds[not counts_here(parameter, mpu.get_model_parallel_rank())].append(
-                gradient
-            )
-    total = sum_of_squares(*kinds)
+    pairs = zip(parameters, held, strict=True)
+    total = sum_of_squares(*by_count(pairs, mpu.get_model_parallel_rank()))
     if mpu.get_model_parallel_world_size() > 1:
         dist.all_reduce(total, group=mpu.get_model_parallel_group())
     return total.sqrt().float()
@@ -240,25 +234,21 @@ class MasterWeights(DeepSpeedOptimizer):  # type: ignore[misc]  # has no types
     def take_gradients(self) -> None:
         """Move the parameters' gradients to their masters in fp32, or add them there."""
         for parameters, masters in self.lists:
-            add_up: Any = torch._foreach_add_
-            if masters[0].grad is None:
-                add_up = torch._foreach_copy_
-                for parameter, master in zip(parameters, masters, strict=True):
-                    unused = parameter.grad is None  # in this step
-                    master.grad = (
-                        torch.zeros_like(master) if unused else torch.empty_like(master)
-                    )
-            used = [
-                pair
-                for pair in zip(parameters, masters, strict=True)
-                if pair[0].grad is not None
-            ]
-            sums: Any = [master.grad for _, master in used]
-            gradients: Any = [parameter.grad for parameter, _ in used]
-            if used:
+            first = masters[0].grad is None
+            add_up: Any = torch._foreach_copy_ if first else torch._foreach_add_
+            sums: list[Any] = []
+            gradients = []
+            for parameter, master in zip(parameters, masters, strict=True):
+                used = parameter.grad is not None  # in this step
+                if first:
+                    make = torch.empty_like if used else torch.zeros_like
+                    master.grad = make(master)
+                if used:
+                    sums.append(master.grad)
+                    gradients.append(parameter.grad)
+                    parameter.grad = None
+            if sums:
                 add_up(sums, gradients)
-            for parameter, _ in used:
-                parameter.grad = None
 
     def get_grads_for_reduction(
         self,
@@ -272,7 +262,9 @@ class MasterWeights(DeepSpeedOptimizer):  # type: ignore[misc]  # has no types
     @torch.no_grad()
     def step(self) -> None:
         """Unscale, clip, step and round; if a gradient is not finite, skip the step on all ranks."""
-        scaled_norm = self._norm().item()
+        gradients: Any = self.get_grads_for_reduction()[0]
+        parameters = (parameter for parameter, _ in self.pairs)
+        scaled_norm = gradient_norm(parameters, self.mpu, gradients).item()
         self.overflow = self.skips_overflow and not math.isfinite(scaled_norm)
         if self.overflow:
             self._global_grad_norm = math.inf
@@ -282,7 +274,7 @@ class MasterWeights(DeepSpeedOptimizer):  # type: ignore[misc]  # has no types
         self._global_grad_norm = scaled_norm / self.cur_scale
         if not self.sums_in_fp32:
             self.take_gradients()
-        gradients: Any = [master.grad for _, master in self.pairs]
+        gradients = [master.grad for _, master in self.pairs]
         divide(
             self.optimizer,
             gradients,
@@ -293,12 +285,6 @@ class MasterWeights(DeepSpeedOptimizer):  # type: ignore[misc]  # has no types
             master.grad = None
         self.round_weights()
         self._update_scale(False)
-
-    def _norm(self) -> torch.Tensor:
-        """Return the L2 norm of the whole model's gradient times the loss scale."""
-        return gradient_norm(
-            (p for p, _ in self.pairs), self.mpu, self.get_grads_for_reduction()[0]
-        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for parameter, master in self.pairs:

@@ -214,7 +214,7 @@ def detect_machine(emulated_fp16: bool = False, *, on_paper: bool = False) -> Ma
         bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         nvcc = CUDA_HOME is not None and Path(CUDA_HOME, "bin", "nvcc").exists()
         cuda_compiler = nvcc or torch.version.cuda is None  # AMD's GPUs
-    packages = monitors.PACKAGES.values()
+    packages = monitors.PACKAGES
     return Machine(
         device,
         fp16,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import socket
@@ -67,19 +68,23 @@ def check(ranks: Sequence[dict[str, Any]]) -> None:
             found = {f"{each[key]} on {each['host']}" for each in ranks}
             lines.append(f"  {key}: {', '.join(sorted(found))}")
     if lines:
-        first = "the ranks of this run do not train on the same thing; make the machines equal in:"
-        raise ValueError("\n".join([first, *lines]))
+        raise ValueError(
+            "\n".join(
+                [
+                    "the ranks of this run do not train on the same thing; make the machines equal in:",
+                    *lines,
+                ]
+            )
+        )
 
 
 def without_paths(ds: dict[str, Any]) -> dict[str, Any]:
     """Return the resolved JSON without the NVMe paths, which machines choose for themselves."""
-    zero = dict(ds.get("zero_optimization") or {})
+    own = copy.deepcopy(ds)
+    zero = own.setdefault("zero_optimization", {})
     for kind in ("offload_optimizer", "offload_param"):
-        section = zero.get(kind)
-        if isinstance(section, dict):
-            zero[kind] = {**section}
-            zero[kind].pop("nvme_path", None)
-    return {**ds, "zero_optimization": zero}
+        zero.get(kind, {}).pop("nvme_path", None)
+    return own
 
 
 class StepReport(NamedTuple):
@@ -159,8 +164,7 @@ def send_report(own: StepReport, group: dist.ProcessGroup) -> Callable[[], RankR
 
 def peak_memory(group: dist.ProcessGroup) -> Peaks:
     """Return the largest peak and the largest cached memory of any rank. Collective."""
-    own = memory.peak_memory().bytes, memory.peak_cached_bytes() or 0
-    peaks = torch.tensor(own)
+    peaks = torch.tensor([memory.peak_memory().bytes, memory.peak_cached_bytes() or 0])
     dist.all_reduce(peaks, dist.ReduceOp.MAX, group)
     peak, cached = peaks.tolist()
     return Peaks(peak, cached or None)

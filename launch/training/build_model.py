@@ -37,9 +37,9 @@ def band_kernel(plan: Plan) -> str | None:
     head_size = recipe.model.hidden // recipe.model.heads
     compiler = device.own_memory and has_gpu_compiler()
     said = []
-    for window in (
-        each for each in dict.fromkeys(recipe.model.windows) if each is not None
-    ):
+    for window in dict.fromkeys(recipe.model.windows):
+        if window is None:
+            continue
         kernel, why = choose(
             device.name, dtype, dropout, length, window, head_size, compiler=compiler
         )

@@ -73,11 +73,8 @@ def build_engine(
     leave_out_compilation()
     # Not left to DeepSpeed: the tracker of dropout states has to know the tensor group before a draw.
     deepspeed.checkpointing.configure(grid, deepspeed_config=plan.ds)
-    given = (
-        None
-        if resumed or job.initial_weights is None
-        else job.initial_weights.read(plan.recipe)
-    )
+    weights = job.initial_weights
+    given = weights.read(plan.recipe) if weights and not resumed else None
     module = build_module(plan, grid, given, drawn=not resumed)
     if job.compiled:
         from launch.training import compiling
@@ -173,7 +170,8 @@ def move_buffers(module: torch.nn.Module, device: torch.device) -> None:
     """Move all buffers to the device of the parameters: DeepSpeed's zero.Init moves parameters alone."""
     for part in module.modules():
         for name, buffer in part._buffers.items():
-            part._buffers[name] = None if buffer is None else buffer.to(device)
+            if buffer is not None:
+                part._buffers[name] = buffer.to(device)
 
 
 @contextlib.contextmanager
@@ -218,9 +216,7 @@ def train_step(
 
             loss = engine.train_batch(pipeline_batches(engine, batches, dropout_seeds))
             forget_batches(engine)
-            figures = HostCopy(
-                torch.stack([loss.float().squeeze(), *_pipeline_parts(engine, grid)])
-            )
+            figures = HostCopy(_pipeline_figures(engine, loss, grid))
         else:
             losses = list[torch.Tensor]()
             engine.train()
@@ -338,19 +334,17 @@ def validate(
             unused = [_unused_dropout_seeds(engine, batch) for batch in batches]
             pairs = pipeline_batches(engine, batches, unused)
             loss = engine.eval_batch(pairs, num_micro_batches=len(batches))
-            totals.append(
-                torch.stack([loss.float().squeeze(), *_pipeline_parts(engine, grid)])
-            )
+            totals.append(_pipeline_figures(engine, loss, grid))
         else:
             engine.eval()
-            each = [forward(engine, b) for b in batches]
-            losses = torch.stack(
-                [torch.cat([loss.float().view(1), *parts]) for loss, *parts in each]
-            )
-            totals.append(data_parallel_mean(losses.mean(0), grid))
+            losses = []
+            for batch in batches:
+                loss, *parts = forward(engine, batch)
+                losses.append(torch.cat([loss.float().view(1), *parts]))
+            totals.append(data_parallel_mean(torch.stack(losses).mean(0), grid))
     engine.train()
-    loss, *parts = torch.stack(totals).mean(0).tolist()
-    return Validation(loss, _name_parts(engine, parts))
+    mean, *means = torch.stack(totals).mean(0).tolist()
+    return Validation(mean, _name_parts(engine, means))
 
 
 @contextlib.contextmanager
@@ -378,11 +372,14 @@ def _unused_dropout_seeds(
     )
 
 
-def _pipeline_parts(engine: PipelineEngine, grid: ProcessGrid) -> list[torch.Tensor]:
-    """Return means of the loss's parts since the last call on every stage; [] for GPT-2. Collective."""
+def _pipeline_figures(
+    engine: PipelineEngine, loss: torch.Tensor, grid: ProcessGrid
+) -> torch.Tensor:
+    """Return the loss and the means of its parts since the last call, on every stage. Collective."""
     loss_fn = engine.module.loss_fn
+    mean = loss.float().view(1)
     if not loss_fn.part_names:
-        return []
+        return mean.clone()
     taken = loss_fn.take_parts()
     if taken is None:
         parts = torch.zeros(len(loss_fn.part_names), device=engine.device)
@@ -390,7 +387,7 @@ def _pipeline_parts(engine: PipelineEngine, grid: ProcessGrid) -> list[torch.Ten
         parts = data_parallel_mean(taken.mean(0).float(), grid)
     # The last stage alone has them: a sum over the stages gives them to all.
     dist.all_reduce(parts, group=grid.pipeline_group)
-    return list(parts)
+    return torch.cat([mean, parts])
 
 
 def _name_parts(engine: DeepSpeedEngine, parts: Sequence[float]) -> dict[str, float]:

@@ -20,9 +20,12 @@ def steps_of(recipe: Recipe, epochs: float, say: Say) -> int:
 
     data = recipe.data
     if data.blend or data.streamed:
-        came = f"--epochs {epochs:g} of a {'blend' if data.blend else 'stream'}"
-        rule = "only one text that is not streamed has epochs"
-        raise ProblemsError.of("--epochs", came, rule, "write --set steps=N")
+        raise ProblemsError.of(
+            "--epochs",
+            f"--epochs {epochs:g} of a {'blend' if data.blend else 'stream'}",
+            "only one text that is not streamed has epochs",
+            "write --set steps=N",
+        )
     samples = build(recipe, say=say).summary["samples_per_epoch"]
     wanted = math.ceil(epochs * samples)
     steps = bisect_left(range(wanted), wanted, key=recipe.sizes.samples)

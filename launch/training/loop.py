@@ -21,9 +21,8 @@ def train(start: Start) -> EarlyStop | None:
     job = start.job
     recorder = start.recorder
     grid = start.grid
-    resumed = not start.first  # a branch may have more positions than are stored
     plan = job.plan
-    recipe = job.plan.recipe
+    recipe = plan.recipe
     if recipe.model.implementation == "transformers":
         # Imports Trainer and accelerate, which no other run needs.
         from launch.training import transformers_trainer
@@ -31,7 +30,8 @@ def train(start: Start) -> EarlyStop | None:
         return transformers_trainer.train(start)
     with contextlib.ExitStack() as stack:
         watchdog = stack.enter_context(run_watchdog(start))
-        engine = build_engine(job, grid, recorder.say, resumed=resumed)
+        # A branch may have more positions than are stored.
+        engine = build_engine(job, grid, recorder.say, resumed=not start.first)
         batches = training_batches(plan, start.corpus, grid, start.checkpoint)
         recorder.mark("engine")
         stack.enter_context(release_at_end(engine))

@@ -43,17 +43,21 @@ def training_batches(
     """Make this rank's training micro-batches, one step's per `next`, after the checkpoint. Collective."""
     recipe = plan.recipe
     pinned = processes.device().own_memory
+    sizes = recipe.sizes_in_data
     how: dict[str, Any] = dict(
-        samples=corpus.train, seed=recipe.seed, layout=plan.layout, dp_rank=grid.at.dp
-    )
-    how |= dict(
-        workers=recipe.run.loader_workers, pinned=pinned, sizes=recipe.sizes_in_data
+        samples=corpus.train,
+        seed=recipe.seed,
+        layout=plan.layout,
+        dp_rank=grid.at.dp,
+        workers=recipe.run.loader_workers,
+        pinned=pinned,
+        sizes=sizes,
     )
     if checkpoint:
-        how |= dict(start_step=checkpoint.step)
+        how["start_step"] = checkpoint.step
         # a branch with other data is at their beginning
-        if recipe.sizes_in_data.samples(checkpoint.step):
-            how |= dict(start_state=checkpoint.manifest.data)
+        if sizes.samples(checkpoint.step):
+            how["start_state"] = checkpoint.manifest.data
     if corpus.train.random_access:  # mapped tokens, in which nothing can be broken
         return StepBatches(**how)
     micro = plan.layout.micro

@@ -15,6 +15,7 @@ import operator
 import socket
 import statistics
 import time
+import timeit
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
@@ -66,15 +67,12 @@ class Watched:
         self.buffer = buffer
         # after the last step; None while a tensor is released, or no step compares
         self.kept = self.sums()
-        words = (
-            sum(each.elements for each in buffer.fragments)
-            * buffer.tensors[0].element_size()
-            / WORD
-        )
-        blocks = math.ceil(words / BLOCK) if self.kept is None else len(self.kept)
-        self.running = torch.zeros(
-            blocks, dtype=torch.int64, device=buffer.tensors[0].device
-        )
+        first = buffer.tensors[0]
+        octets = sum(each.elements for each in buffer.fragments) * first.element_size()
+        blocks = math.ceil(octets / WORD / BLOCK)
+        if self.kept is not None:
+            blocks = len(self.kept)
+        self.running = torch.zeros(blocks, dtype=torch.int64, device=first.device)
         self.changed = torch.zeros_like(self.running)  # not 0: it did
 
     def sums(self) -> torch.Tensor | None:
@@ -87,14 +85,13 @@ class Watched:
 
     def named(self, axis: str, sums: torch.Tensor) -> dict[Named, int]:
         """Return the sum of each tensor's blocks."""
-        width = self.buffer.tensors[0].element_size()
+        block = BLOCK * WORD // self.buffer.tensors[0].element_size()  # elements
         values = sums.tolist()
         found = {}
         for parameter, _, offset, elements in self.buffer.fragments:
-            first = offset * width // WORD // BLOCK
-            last = (offset + elements - 1) * width // WORD // BLOCK
+            after = (offset + elements - 1) // block + 1
             name = canonical_name(parameter)
-            found[axis, self.buffer.kind, name] = sum(values[first : last + 1])
+            found[axis, self.buffer.kind, name] = sum(values[offset // block : after])
         return found
 
 
@@ -104,15 +101,12 @@ class NumberWatch:
     def __init__(self, run: TrainingRun) -> None:
         """Begin after the run's steps so far, with the weights in place."""
         state = run.state
-        self._batches = run.batches
         self._grid = run.grid
-        recipe = run.recipe
         step = run.done
         self._run = run
-        self._last = recipe.steps
-        self._trial = step + TRIAL_STEPS if recipe.run.check_every is None else 0
-        # steps from one check to the next
-        self.every = recipe.run.check_every or self._trial
+        every = run.recipe.run.check_every
+        self._trial = step + TRIAL_STEPS if every is None else 0
+        self.every = every or self._trial  # steps from one check to the next
         self.always = True  # sums are kept after every step, not only before a check
         self._times = [clock()]  # at the ends of the steps up to the trial
         self._step = step  # completed steps
@@ -157,7 +151,8 @@ class NumberWatch:
 
     def _named(self, heard: Collection[int]) -> tuple[Corruption, ...]:
         """Name what changed. Rank 0 hears the details of these ranks, and tells all. Collective."""
-        rank, group = self._grid.rank, self._grid.control_group
+        rank = self._grid.rank
+        group = self._grid.control_group
         own = {}
         if rank in heard:
             own[rank] = Details(socket.gethostname(), *self._details())
@@ -166,22 +161,20 @@ class NumberWatch:
         return processes.from_rank_0(found, group, tuple[Corruption, ...])
 
     def _due(self, step: int) -> bool:
-        return step in (self._trial, self._last) or step % self.every == 0
+        ends = (self._trial, self._run.recipe.steps)
+        return step in ends or step % self.every == 0
 
     def _update(self, take_step: Callable[..., None], *how: Any) -> None:
         """Make an optimizer step, between sums where they are due."""
         self._step += 1
-        changed = batch_sum(self._batches.last) ^ self._batches.bit_sum
+        batches = self._run.batches
+        recipe = self._run.recipe
+        changed = batch_sum(batches.last) ^ batches.bit_sum
         self._batch = self._batch.to(changed.device) | changed
         self._compare()
         take_step(*how)
-        saves = due(self._step, self._run.recipe.run.save_every)
-        if (
-            self.always
-            or saves
-            or self._step == self._last
-            or self._due(self._step + 1)
-        ):
+        saves = self._step == recipe.steps or due(self._step, recipe.run.save_every)
+        if self.always or saves or self._due(self._step + 1):
             self._keep()
         else:
             for watched in self._watched:
@@ -191,12 +184,9 @@ class NumberWatch:
         """Keep the sums; moments are there after the first step."""
         kinds = {watched.buffer.kind for watched in self._watched}
         if len(kinds) <= 2:
-            new = [
-                buffer
-                for buffer in self._run.state.buffers()
-                if buffer.kind not in kinds
-            ]
-            self._watched += map(Watched, new)
+            for buffer in self._run.state.buffers():
+                if buffer.kind not in kinds:
+                    self._watched.append(Watched(buffer))
         for watched in self._watched:
             watched.kept = watched.sums()
             if watched.kept is not None and watched.buffer.copied:
@@ -224,20 +214,14 @@ class NumberWatch:
     def _copies(self, axis: str) -> Iterator[Watched]:
         """Yield what is compared along an axis."""
         # Accelerators add up an embedding's gradient in no fixed order: tensor ranks differ in rounding.
-        exact = (
-            torch.are_deterministic_algorithms_enabled()
-            or not processes.device().own_memory
-        )
-        if axis == "dp" or exact:
-            yield from (
-                watched for watched in self._watched if watched.buffer.copied == axis
-            )
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        exact = deterministic or not processes.device().own_memory
+        for watched in self._watched:
+            if watched.buffer.copied == axis and (axis == "dp" or exact):
+                yield watched
 
     def _hash(self, axis: str) -> int:
-        sums = [watched.running.sum() for watched in self._copies(axis)]
-        if sums:
-            return int(torch.stack(sums).sum())
-        return 0
+        return int(sum(watched.running.sum() for watched in self._copies(axis)))
 
     def _details(self) -> tuple[list[Named], list[tuple[Named, int]]]:
         changed: list[Named] = [("", "batch", "")] if self._batch else []
@@ -257,7 +241,7 @@ class NumberWatch:
         """Choose the interval by the slowest rank's times. Collective."""
         steps = [end - begin for begin, end in itertools.pairwise(self._times)]
         step = statistics.median(steps[1:])
-        sums = seconds_of(self._add_up)
+        sums = seconds_of(lambda: [watched.sums() for watched in self._watched])
         exchange = seconds_of(self._exchange)
         slowest = torch.tensor((step, sums, exchange), dtype=torch.float64)
         dist.all_reduce(slowest, dist.ReduceOp.MAX, self._grid.control_group)
@@ -271,10 +255,6 @@ class NumberWatch:
         self._run.recorder.say(
             f"numbers are checked for changed bits {when}: {seen} (run.check_every)"
         )
-
-    def _add_up(self) -> None:
-        for watched in self._watched:
-            watched.sums()
 
 
 def interval(step: float, sums: float, exchange: float) -> tuple[int, bool]:
@@ -298,12 +278,7 @@ def clock() -> float:
 
 def seconds_of(work: Callable[[], object]) -> float:
     """Return the largest time of three calls: between steps, caches are cold."""
-    times = []
-    for _ in range(3):
-        started = clock()
-        work()
-        times.append(clock() - started)
-    return max(times)
+    return max(timeit.repeat(work, timer=clock, repeat=3, number=1))
 
 
 def witnesses(table: Sequence[NumberReport], grid: ProcessGrid) -> set[int]:
@@ -349,10 +324,7 @@ def corruptions(
             sums = {rank: copies[rank].get(named) for rank in ranks if rank in copies}
             for rank in odd_ranks(sums):
                 found.setdefault((rank, kind, True), []).append(name)
-    named_corruptions = []
-    for (rank, kind, among_copies), names in sorted(found.items()):
-        host = details[rank].host
-        named_corruptions.append(
-            Corruption(rank, host, kind, tuple(names), among_copies)
-        )
-    return tuple(named_corruptions)
+    return tuple(
+        Corruption(rank, details[rank].host, kind, tuple(names), among_copies)
+        for (rank, kind, among_copies), names in sorted(found.items())
+    )

@@ -72,32 +72,26 @@ def _row_arguments(
     # Reading weights on a GPU would wait for it: there, predictions of weight 0 stay.
     on_host = batch["weights"].device.type == "cpu"
     chosen = batch["weights"].flatten() > 0 if on_host else slice(None)
-    values = {}
-    for name, size in fields.sizes.items():
-        if size == "BS":
-            values[name] = batch[name].flatten()[indices][None]
-        elif size == "BP":
-            values[name] = fill_up(
-                within[name].flatten()[chosen], PREDICTIONS_MULTIPLE
-            )[None]
-        else:
-            values[name] = batch[name]
-    rows = [name for name, size in fields.sizes.items() if size in ("BS", "BP")]
-    moved = {
-        name: value.to(device, non_blocking=True) for name, value in values.items()
-    }
     row = row.to(device, non_blocking=True)
+    values: dict[str, Any] = {}
+    rows = [row.places]
+    for name, size in fields.sizes.items():
+        value = batch[name]
+        if size == "BS":
+            value = value.flatten()[indices][None]
+        elif size == "BP":
+            own = within[name].flatten()[chosen]
+            value = fill_up(own, PREDICTIONS_MULTIPLE)[None]
+        values[name] = value.to(device, non_blocking=True)
+        if size in ("BS", "BP"):
+            rows.append(values[name])
+    values["lengths"] = row
     named = {}
     if dropout_seeds is not None:
-        named = {
-            "dropout_seeds": dropout_seeds.flatten(0, 1)[
-                indices.to(dropout_seeds.device, non_blocking=True)
-            ][None]
-        }
+        here = indices.to(dropout_seeds.device, non_blocking=True)
+        named["dropout_seeds"] = dropout_seeds.flatten(0, 1)[here][None]
     # if a model is compiled: one graph for rows of every length
     if "torch._dynamo" in sys.modules:
-        for x in (row.places, *named.values(), *(moved[name] for name in rows)):
+        for x in (*rows, *named.values()):
             torch._dynamo.maybe_mark_dynamic(x, 1)
-    return tuple(
-        row if name == "lengths" else moved[name] for name in fields.names
-    ), named
+    return tuple(values[name] for name in fields.names), named

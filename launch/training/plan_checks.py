@@ -48,9 +48,10 @@ def tensor_ranks(plan: Plan) -> Check:
     here = processes.local_world_size()
     tp = plan.layout.tp
     if processes.several_machines() and here % tp:
-        came = f"parallel.tp={tp} crosses machines of {counted(here, 'process')}, over a slower network"
-        fix = f"--set parallel.tp= a divisor of {here}, and more pipeline stages"
-        return warning(came, fix)
+        return warning(
+            f"parallel.tp={tp} crosses machines of {counted(here, 'process')}, over a slower network",
+            f"--set parallel.tp= a divisor of {here}, and more pipeline stages",
+        )
     return ok(f"{tp} on one machine")
 
 

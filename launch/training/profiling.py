@@ -23,11 +23,9 @@ class StepProfiler:
     """The profiler of this rank over the steps of run.profile, which writes its trace into RUN/profile."""
 
     def __init__(self, run: TrainingRun) -> None:
+        self._run = run
         self._engine: Any = run.engine
         self._steps = run.recipe.run.profiled
-        self._group = run.grid.control_group
-        self._folder = run.job.directory / "profile"
-        self._warn = run.recorder.warn
         run.before_step.append(self._begin)
         self._profile: Any = profile(activities=supported_activities())
         # torch.cuda.memory and its like keep a history of allocations.
@@ -49,15 +47,14 @@ class StepProfiler:
             self._leave()
             if record.step == self._steps[-1]:
                 for problem in self._stop():
-                    self._warn(f"no trace of a rank: {problem}")
+                    self._run.recorder.warn(f"no trace of a rank: {problem}")
 
     def end(self, error: BaseException | None) -> None: ...
 
     def _start(self, step: int) -> None:
         rank = torch.distributed.get_rank()
-        self._trace = (
-            self._folder / f"steps-{step}-{self._steps[-1]}-rank-{rank}.json.gz"
-        )
+        name = f"steps-{step}-{self._steps[-1]}-rank-{rank}.json.gz"
+        self._trace = self._run.job.directory / "profile" / name
         for module in self._engine.module.modules():
             name = type(module).__name__
             if ANNOTATED.search(name):
@@ -91,7 +88,7 @@ class StepProfiler:
             problem = f"{self._trace}: {error}"
         if self._memory:
             self._memory._record_memory_history(enabled=None)
-        return processes.texts_of_all([problem], self._group)
+        return processes.texts_of_all([problem], self._run.grid.control_group)
 
     def _enter(self, name: str) -> None:
         self._open.append(record_function(name))

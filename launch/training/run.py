@@ -177,8 +177,9 @@ class TrainingRun:
         self.watchdog.enter(Phase.COMPUTED)
         self.reports = reports = hear_reports()
         self.watchdog.enter(Phase.RECORDING)
-        busy = reports.rank_seconds
-        record = replace(outcome, seconds=seconds, data_seconds=waited, **busy)
+        record = replace(
+            outcome, seconds=seconds, data_seconds=waited, **reports.rank_seconds
+        )
         self.recorder.step(record)
         self.done = step
         for callback in self.callbacks:
@@ -256,12 +257,11 @@ class ForwardClock:
 
     def _mark(self) -> None:
         if self._engine.module.training:
-            on_stream = (
-                get_accelerator().Event(enable_timing=True) if self._on_stream else None
-            )
-            self._marks.append(on_stream or time.perf_counter())
-            if on_stream:
-                on_stream.record()
+            mark: Any = time.perf_counter()
+            if self._on_stream:
+                mark = get_accelerator().Event(enable_timing=True)
+                mark.record()
+            self._marks.append(mark)
 
 
 def run_watchdog(start: Start) -> AbstractContextManager[Watchdog]:

@@ -119,9 +119,13 @@ class Validations:
         from launch.checkpoints import proof
 
         run = self._run
-        held_out = (self.sample, self.sample_loss)
-        precision = run.job.plan.precision
-        sample = proof.ProofSample(run.recipe, precision, *held_out, run.next_step)
+        sample = proof.ProofSample(
+            run.recipe,
+            run.job.plan.precision,
+            self.sample,
+            self.sample_loss,
+            run.next_step,
+        )
         proof.check(run.state, checkpoint, sample, run.recorder.say, weights=weights)
 
 
