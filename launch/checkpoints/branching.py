@@ -37,8 +37,12 @@ class BranchPoint:
         run = RecordedRun.read(path, FLAG)
         found, damaged = run_checkpoints.newest_whole(path, step)
         if damaged:
-            fix = f"{FLAG} {path}@{found.step} goes on from the one before"
-            files.refuse(damaged[0].directory, "is damaged", damaged[0].why, fix)
+            files.refuse(
+                damaged[0].directory,
+                "is damaged",
+                damaged[0].why,
+                f"{FLAG} {path}@{found.step} goes on from the one before",
+            )
         other = inspection.other_recipe(found.manifest, run.recipe)
         if other:
             files.refuse(found.directory, other, fix="restore it")
@@ -116,28 +120,42 @@ class BranchPoint:
         """Yield a problem for each changed key that a branch keeps, and for sizes that do not fit."""
         for key, was, is_now in changes(there, now, DECISIVE, stated=True):
             if key not in BRANCHED:
-                came = f"{key}={is_now}, and the run has {was}"
                 where = f"{FLAG} {self.run.path}"
-                yield Problem(key, came, KEPT, "leave it out", where)
+                yield Problem(
+                    key,
+                    f"{key}={is_now}, and the run has {was}",
+                    KEPT,
+                    "leave it out",
+                    where,
+                )
         where = f"{FLAG} {self.run.path}@{self.step}"
         key = "model.positions"
         if now.positions < there.positions:
             left = f"{now.positions} of {there.positions} positions"
-            came = f"sequence_length={now.sequence_length} leaves {left}"
-            rule = "a branch keeps them, or has more"
-            yield Problem(key, came, rule, f"add --set {key}={there.positions}", where)
+            yield Problem(
+                key,
+                f"sequence_length={now.sequence_length} leaves {left}",
+                "a branch keeps them, or has more",
+                f"add --set {key}={there.positions}",
+                where,
+            )
         of_theirs = now.model.implementation == "transformers"
         if now.positions > there.positions and of_theirs:
-            came = f"{now.positions} positions, and the run has {there.positions}"
-            rule = "transformers' own table keeps its size"
-            fix = "add --set model.implementation=megarecipes"
-            yield Problem(key, came, rule, fix, where)
+            yield Problem(
+                key,
+                f"{now.positions} positions, and the run has {there.positions}",
+                "transformers' own table keeps its size",
+                "add --set model.implementation=megarecipes",
+                where,
+            )
         streamed = any(origin.streamed for origin in now.data.origins)
         if streamed and not anew and now.batch.global_ != there.batch.global_:
-            came = f"batch.global={now.batch.global_}, and the run has {there.batch.global_}"
-            fix = f"leave it out, or read the stream from its beginning with --set seed={there.seed + 1}"
             yield Problem(
-                "batch.global", came, "a stream is shared out by it", fix, where
+                "batch.global",
+                f"batch.global={now.batch.global_}, and the run has {there.batch.global_}",
+                "a stream is shared out by it",
+                f"leave it out, or read the stream from its beginning with --set seed={there.seed + 1}",
+                where,
             )
 
 

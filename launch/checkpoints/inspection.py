@@ -102,8 +102,11 @@ def _model_faults(directory: Path, held: Manifest) -> Iterator[Fault]:
     for name, shape in expected.items():
         has = stored.shape(name) if name in stored else shape
         if has != shape:
-            came = f"has shape {list(has)} where the recipe has {list(shape)}"
-            yield Fault(NAME, came, (name,))
+            yield Fault(
+                NAME,
+                f"has shape {list(has)} where the recipe has {list(shape)}",
+                (name,),
+            )
 
 
 def file_faults(

@@ -142,9 +142,11 @@ def below(path: Path, step: int | None = None) -> list[Checkpoint | DamagedCheck
     chosen = [each for each in every if step in (None, each.step)]
     if not chosen:
         steps = some([str(each.step) for each in reversed(every)])
-        fix = "give one of these steps: a run keeps its newest run.keep_checkpoints"
         files.refuse(
-            path, f"holds no checkpoint of step {step}", f"only of {steps}", fix
+            path,
+            f"holds no checkpoint of step {step}",
+            f"only of {steps}",
+            "give one of these steps: a run keeps its newest run.keep_checkpoints",
         )
     return chosen
 
@@ -178,13 +180,21 @@ def newest_whole(
         if whole is not None and hold(whole.directory):
             return whole, damaged
     if whole is not None:
-        came = "was removed while it was opened, twice"
-        rule = "the run keeps run.keep_checkpoints of them"
-        files.refuse(whole.directory, came, rule, "start the command again")
-    fix = "restore it, or give another step"
+        files.refuse(
+            whole.directory,
+            "was removed while it was opened, twice",
+            "the run keeps run.keep_checkpoints of them",
+            "start the command again",
+        )
     raise files.FileError(
         [
-            Problem(str(d.directory), "is damaged", d.why, fix, str(d.directory))
+            Problem(
+                str(d.directory),
+                "is damaged",
+                d.why,
+                "restore it, or give another step",
+                str(d.directory),
+            )
             for d in damaged
         ]
     )

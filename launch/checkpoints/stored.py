@@ -137,8 +137,11 @@ class StoredTensors(Mapping[str, torch.Tensor]):
             target = target[:known]
             place = place._replace(shape=shape)
         if shape != place.shape:
-            came = f"{place.name} has shape {list(shape)}"
-            files.refuse(self.directory, came, f"the model's has {list(place.shape)}")
+            files.refuse(
+                self.directory,
+                f"{place.name} has shape {list(shape)}",
+                f"the model's has {list(place.shape)}",
+            )
         if full is None:
             self._copy(target, place, first, kind)
         else:

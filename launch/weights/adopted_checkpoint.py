@@ -99,8 +99,12 @@ def _contents(
     def read(kind: Kind, name: str) -> Tensor:
         numbers = by_kind[kind][name]
         if not numbers.isfinite().all():
-            came = f"{kind} of {name} holds NaN or infinity"
-            refuse(where, came, "training ended there", FIX)
+            refuse(
+                where,
+                f"{kind} of {name} holds NaN or infinity",
+                "training ended there",
+                FIX,
+            )
         if kind == MOMENTS[1]:
             check_moments(where, name, by_kind[MOMENTS[0]][name], numbers, bound)
         return numbers.reshape(-1)
@@ -144,9 +148,12 @@ def check_moments(
     most = SLACK * bound * second.sqrt() + SMALLEST
     odd = int((~(first.abs() <= most)).sum())  # of negative numbers the root is NaN
     if odd:
-        came = f"{odd:,} elements of {name} have moments that no gradients give"
-        rule = f"|{MOMENTS[0]}| is at most {bound:.4g} sqrt({MOMENTS[1]})"
-        refuse(where, came, rule, FIX)
+        refuse(
+            where,
+            f"{odd:,} elements of {name} have moments that no gradients give",
+            f"|{MOMENTS[0]}| is at most {bound:.4g} sqrt({MOMENTS[1]})",
+            FIX,
+        )
 
 
 def check_rounding(state: states.DeepSpeedState) -> None:
@@ -155,9 +162,12 @@ def check_rounding(state: states.DeepSpeedState) -> None:
         rounded = state.module[name]
         own = state.parameters[name].read(states.WEIGHT).to(rounded.dtype)
         if not torch.equal(own, rounded):
-            came = f"{name} differs between the optimizer's and the model's file"
-            rule = "a step writes the rounded master weights into the model"
-            refuse(state.where, came, rule, FIX)
+            refuse(
+                state.where,
+                f"{name} differs between the optimizer's and the model's file",
+                "a step writes the rounded master weights into the model",
+                FIX,
+            )
 
 
 def _scaler(plan: Plan, state: states.DeepSpeedState) -> ScalerState | None:

@@ -176,11 +176,14 @@ class Adoption(StartingModel):
             for flag, what in lacking.items()
         ]
         for change in changed:
-            came = f"its groups of parameters differ in {change.key}: {change.was}"
-            rule = f"our optimizer has {change.now}"
             fix = f"insist with {REGROUP}"
             problems.append(
-                Problem(KEY, came, rule, f"{fix}, or take its weights with --init_from")
+                Problem(
+                    KEY,
+                    f"its groups of parameters differ in {change.key}: {change.was}",
+                    f"our optimizer has {change.now}",
+                    f"{fix}, or take its weights with --init_from",
+                )
             )
             lacking[REGROUP] = ""
         line = f"python {shlex.join(self.typed)} {' '.join(lacking)}"
@@ -283,9 +286,14 @@ class Adoption(StartingModel):
             return ds_config
         own = [f"fp16.{key}={scaled[key]}" for key in other if key in scaled]
         if own and path.parent != FOLDER:
-            came = f"--ds_config {ds_config} has {', '.join(own)}"
-            rule = f"the run's loss scaler has {_listed(other)}"
-            raise self.error(Problem("fp16", came, rule, "write these numbers there"))
+            raise self.error(
+                Problem(
+                    "fp16",
+                    f"--ds_config {ds_config} has {', '.join(own)}",
+                    f"the run's loss scaler has {_listed(other)}",
+                    "write these numbers there",
+                )
+            )
         config["fp16"] = {**scaled, **other}
         copy = Path(tempfile.mkdtemp()) / path.name
         copy.write_text(json.dumps(config, indent=2))
@@ -339,9 +347,14 @@ class Adoption(StartingModel):
             if not any(
                 is_part(key, ("schedule", "optimizer", "steps")) for key in keys
             ):
-                fix = "say the schedule with --set schedule.kind=... and its other keys"
-                rule = "its files state another schedule"
-                raise self.error(Problem("schedule", came, rule, fix))
+                raise self.error(
+                    Problem(
+                        "schedule",
+                        came,
+                        "its files state another schedule",
+                        "say the schedule with --set schedule.kind=... and its other keys",
+                    )
+                )
             notices.append(Notice("adopt", f"adopted: {came}"))
         return replace(plan, notices=tuple(notices))
 

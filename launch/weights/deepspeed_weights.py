@@ -127,10 +127,13 @@ def open_run(directory: Path) -> OfDeepSpeed:
     megatrons = any(map(is_qkv, state.parameters))
     if megatrons and not is_file(directory / CONFIG):
         return DeepSpeedMegatronWeights(directory, state)
-    rule = "of transformers' models, such ranks are read from universal checkpoints"
-    fix = "make one with DeepSpeed's ds_to_universal.py, and give its directory"
-    came = f"holds {state.slices} tensor-parallel ranks"
-    expect(state.slices == 1, state.where, came, rule, fix)
+    expect(
+        state.slices == 1,
+        state.where,
+        f"holds {state.slices} tensor-parallel ranks",
+        "of transformers' models, such ranks are read from universal checkpoints",
+        "make one with DeepSpeed's ds_to_universal.py, and give its directory",
+    )
     return DeepSpeedWeights(directory, state)
 
 
@@ -154,6 +157,9 @@ def _config_by_shapes(
         }
         config = {form.shape[key][0]: size for key, size in sizes.items()}
         return {"model_type": named, form.width[0]: 4 * hidden, **config}
-    came = "holds no GPT-2, BERT or MegatronBert of transformers"
-    rule = f"there is no {CONFIG}, and its tensors have other names"
-    refuse(directory, came, rule, f"put the model's {CONFIG} next to them")
+    refuse(
+        directory,
+        "holds no GPT-2, BERT or MegatronBert of transformers",
+        f"there is no {CONFIG}, and its tensors have other names",
+        f"put the model's {CONFIG} next to them",
+    )

@@ -147,9 +147,12 @@ def check_whole(
     """Check tokenizer and files before an export of these kinds. Reads all files. Raises FileError."""
     tokens = vocabulary_size(tokenizer)
     if tokens > recipe.model.vocab_size:
-        came = f"its tokenizer has {tokens} tokens, and model.vocab_size={recipe.model.vocab_size}"
-        fix = "restore tokenizer/ and recipe.yaml from a copy of the run"
-        refuse(run, came, "the model knows no more", fix)
+        refuse(
+            run,
+            f"its tokenizer has {tokens} tokens, and model.vocab_size={recipe.model.vocab_size}",
+            "the model knows no more",
+            "restore tokenizer/ and recipe.yaml from a copy of the run",
+        )
     problems = inspection.faults_of_kinds(checkpoint.directory, kinds, RESTORE, seen)
     if problems:
         raise FileError(problems)

@@ -130,16 +130,21 @@ class Saved:
         if missing:
             rule, fix = _why_missing([*missing.values()])
             rule = rule or f"{words.model} has {'it' if len(missing) == 1 else 'them'}"
-            came = f"lacks {some([*missing], SHOWN)}"
-            yield Problem(KEY, came, rule, fix or words.fix)
+            yield Problem(
+                KEY, f"lacks {some([*missing], SHOWN)}", rule, fix or words.fix
+            )
         left = self.sentence_head if model.sentence_head == "none" else ()
         unexpected = []
         for name in stored:
             if name not in expected and not name.startswith(left):
                 unexpected.append(name)
         if unexpected and model.task_head == "none":
-            came = f"holds {some(unexpected, SHOWN)}"
-            yield Problem(KEY, came, f"{words.model} has no such tensor", words.fix)
+            yield Problem(
+                KEY,
+                f"holds {some(unexpected, SHOWN)}",
+                f"{words.model} has no such tensor",
+                words.fix,
+            )
         yield from _form_problems(held, words)
         if processes.local_rank() == 0:
             yield from self._untied_problems(model)
@@ -147,8 +152,12 @@ class Saved:
     def _untied_problems(self, model: Model) -> Iterator[Problem]:
         rule = f"our {model.family} has one tensor for both, and would lose the other"
         for copy, original in self.untied(model):
-            came = f"{copy} differs from {original}"
-            yield Problem(KEY, came, rule, "give weights with tied embeddings")
+            yield Problem(
+                KEY,
+                f"{copy} differs from {original}",
+                rule,
+                "give weights with tied embeddings",
+            )
 
     def remarks(self, recipe: Recipe) -> Iterator[str]:
         """Yield remarks for the user on fitting weights."""
@@ -191,12 +200,19 @@ def _form_problems(
             sizes = f"{list(tensor.shape)} instead of {list(shape)}"
             differing.append(f"{name} of {sizes}")
     if packed:
-        rule = "weights are float32, bfloat16, float16 or float64"
-        fix = "give them as they were before they were packed"
-        yield Problem(KEY, f"holds {some(packed, SHOWN)}", rule, fix)
+        yield Problem(
+            KEY,
+            f"holds {some(packed, SHOWN)}",
+            "weights are float32, bfloat16, float16 or float64",
+            "give them as they were before they were packed",
+        )
     elif differing:
-        rule = f"that is its shape by {words.source}"
-        yield Problem(KEY, f"holds {some(differing, SHOWN)}", rule, words.fix)
+        yield Problem(
+            KEY,
+            f"holds {some(differing, SHOWN)}",
+            f"that is its shape by {words.source}",
+            words.fix,
+        )
 
 
 def _why_missing(names: Sequence[str]) -> tuple[str, str]:
@@ -288,9 +304,13 @@ class TransformersWeights(Saved):
         yield from super().problems(recipe)
         twice = conversion_of(recipe.model).select(self._state_dict).twice
         if twice:
-            came = f"holds {some(twice, SHOWN)} under two names"
             fix = self.words(recipe.model).fix
-            yield Problem(KEY, came, "one of them would be lost", fix)
+            yield Problem(
+                KEY,
+                f"holds {some(twice, SHOWN)} under two names",
+                "one of them would be lost",
+                fix,
+            )
 
     def untied(self, model: Model) -> Iterable[tuple[str, str]]:
         return conversion_of(model).select(self._state_dict).untied()
@@ -340,9 +360,11 @@ class MegatronWeights(Saved):
         slices = self.checkpoint.slices
         heads = recipe.model.heads
         if heads % slices:
-            came = f"is in {counted(slices, 'tensor slice')}, and has {heads} heads"
             yield Problem(
-                KEY, came, "each slice holds whole heads", "give their true number"
+                KEY,
+                f"is in {counted(slices, 'tensor slice')}, and has {heads} heads",
+                "each slice holds whole heads",
+                "give their true number",
             )
 
     def stored(self, model: Model) -> Mapping[str, Slices]:
@@ -419,8 +441,12 @@ class RunWeights(Saved):
         held = self.checkpoint.manifest
         fault = inspection.recipe_fault(directory, held)
         if fault:
-            rule = "a run keeps its recipe, and one of the two was changed"
-            refuse(directory, str(fault), rule, RESTORE)
+            refuse(
+                directory,
+                str(fault),
+                "a run keeps its recipe, and one of the two was changed",
+                RESTORE,
+            )
         return Recipe.model_validate(held.recipe)
 
     def config(self, vocabulary: int | None) -> Mapping[str, Any]:

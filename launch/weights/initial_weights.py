@@ -59,8 +59,11 @@ class GivenModel:
             came = f"is a model of type {shown(kind)}"
             if kind is None:
                 came = "config.json names no model_type"
-            fix = f"the types that can be trained here are {', '.join(known)}"
-            raise FileError.of(KEY, came, fix=fix)
+            raise FileError.of(
+                KEY,
+                came,
+                fix=f"the types that can be trained here are {', '.join(known)}",
+            )
         sizes = {}
         said = {}
         problems = list[Problem]()
@@ -68,17 +71,32 @@ class GivenModel:
             size = sizes[key] = config.get(theirs, default)
             said[key] = f"{theirs}={shown(size)}"
             if config.get(theirs, default or UNREAD) == UNREAD:
-                came = f"does not say {theirs}"
-                fix = f"state it with {ARGUMENTS} {theirs}=N"
-                problems.append(Problem(KEY, came, "nothing else decides it", fix))
+                problems.append(
+                    Problem(
+                        KEY,
+                        f"does not say {theirs}",
+                        "nothing else decides it",
+                        f"state it with {ARGUMENTS} {theirs}=N",
+                    )
+                )
             elif type(size) is not int or not 0 < size <= LARGEST:
-                came = f"{form.says} {said[key]}"
-                rule = f"it is a whole number from 1 to {LARGEST:,}"
-                problems.append(Problem(KEY, came, rule, SAVED))
+                problems.append(
+                    Problem(
+                        KEY,
+                        f"{form.says} {said[key]}",
+                        f"it is a whole number from 1 to {LARGEST:,}",
+                        SAVED,
+                    )
+                )
         if not problems and sizes["model.hidden"] % sizes["model.heads"]:
-            came = f"{form.says} {said['model.hidden']} and {said['model.heads']}"
-            rule = "the first is divisible by the second"
-            problems.append(Problem(KEY, came, rule, SAVED))
+            problems.append(
+                Problem(
+                    KEY,
+                    f"{form.says} {said['model.hidden']} and {said['model.heads']}",
+                    "the first is divisible by the second",
+                    SAVED,
+                )
+            )
         if problems:
             raise FileError(problems)
         return cls(form, sizes, config.get(SHARED, False))
@@ -119,15 +137,23 @@ class GivenModel:
         sets: dict[str, Any] = self._settings(values)
         shares = self.shared_layers != values[SHARED]
         if shares:
-            rule = "layers that share their parameters are not layers of their own"
-            came = f"has {SHARED}={self.shared_layers}, and the recipe {values[SHARED]}"
-            problems.append(Problem(KEY, came, rule))
+            problems.append(
+                Problem(
+                    KEY,
+                    f"has {SHARED}={self.shared_layers}, and the recipe {values[SHARED]}",
+                    "layers that share their parameters are not layers of their own",
+                )
+            )
         for key, size in self.shape.items():
             if size != values[key]:
                 follows = key == "model.positions" and recipe.model.positions is None
                 here = f"{'sequence_length' if follows else key} is {values[key]}"
-                came = f"{self.form.shape[key][0]}={size}, but the recipe's {here}"
-                problems.append(Problem(KEY, came))
+                problems.append(
+                    Problem(
+                        KEY,
+                        f"{self.form.shape[key][0]}={size}, but the recipe's {here}",
+                    )
+                )
                 sets[key] = size
         positions = sets.get("model.positions", recipe.positions)
         if positions < recipe.sequence_length:  # samples end with the positions
@@ -168,11 +194,15 @@ class GivenModel:
         for key, allowed in fixed.items():
             value = config.get(key, defaults.get(key, allowed[0]))
             if value not in allowed:
-                rule = f"our {self.form.family} has {shown(allowed[0])}, and no switch"
                 fix = "give other weights"
                 if value == UNREAD:
                     fix = f"state it with {ARGUMENTS} {key}=VALUE"
-                yield Problem(KEY, f"{key}={shown(value)}", rule, fix)
+                yield Problem(
+                    KEY,
+                    f"{key}={shown(value)}",
+                    f"our {self.form.family} has {shown(allowed[0])}, and no switch",
+                    fix,
+                )
 
 
 def _other_kind(kind: str, model: Model, own: ConfigForm | None) -> Problem:
@@ -180,8 +210,11 @@ def _other_kind(kind: str, model: Model, own: ConfigForm | None) -> Problem:
     if own is None or own.layer_norm:
         ours += f" with model.layer_norm={model.layer_norm}"
     which = f"only {own.model_type}" if own else "none of Megatron"
-    rule = f"{which} can be given to model.family={ours}"
-    return Problem(KEY, f"is a model of type {shown(kind)}", rule)
+    return Problem(
+        KEY,
+        f"is a model of type {shown(kind)}",
+        f"{which} can be given to model.family={ours}",
+    )
 
 
 @dataclass(frozen=True)
@@ -310,8 +343,12 @@ class InitialWeights:
             value = parse(written, where).value
             theirs = config.get(key, UNREAD)
             if theirs not in (UNREAD, value):
-                came = f"the weights say {key}={shown(theirs)}"
-                raise FileError.of(ARGUMENTS, came, fix="leave it out", where=where)
+                raise FileError.of(
+                    ARGUMENTS,
+                    f"the weights say {key}={shown(theirs)}",
+                    fix="leave it out",
+                    where=where,
+                )
             config[key] = value
         return config
 

@@ -102,9 +102,13 @@ class StartingModel(InitialWeights):
         rows = given.shape["model.vocab_size"]
         for kind, known in PUBLISHED_VOCABULARIES.items():
             if f"data.tokenizer.kind={kind}" in texts and known != rows:
-                came = f"data.tokenizer.kind={kind} has {known:,} tokens, and they have {rows:,} rows"
-                fix = "leave data.tokenizer out: their tokenizer is taken"
-                raise self.error(Problem("data.tokenizer.kind", came, fix=fix))
+                raise self.error(
+                    Problem(
+                        "data.tokenizer.kind",
+                        f"data.tokenizer.kind={kind} has {known:,} tokens, and they have {rows:,} rows",
+                        fix="leave data.tokenizer out: their tokenizer is taken",
+                    )
+                )
         asked = any(text.strip().startswith("data.tokenizer") for text in texts)
         if not (self.insists or asked):
             values |= self._tokenizer(size, rows)
@@ -123,8 +127,14 @@ class StartingModel(InitialWeights):
             if self.named_recipe.recipe.data.tokenizer.kind not in TRAINED:
                 return {}
         elif size != rows:
-            came = f"its tokenizer has {size:,} tokens, and its embedding {rows:,} rows"
-            raise self.error(Problem(KEY, came, "at most 1,023 rows pad", NAME_IT))
+            raise self.error(
+                Problem(
+                    KEY,
+                    f"its tokenizer has {size:,} tokens, and its embedding {rows:,} rows",
+                    "at most 1,023 rows pad",
+                    NAME_IT,
+                )
+            )
         return {"data.tokenizer": {"kind": "file", "path": str(self.tokenizer)}}
 
     def _shape(self, given: GivenModel) -> dict[str, Any]:
@@ -190,17 +200,20 @@ class StartingModel(InitialWeights):
         if kind in TRAINED:
             fix = "leave data.tokenizer out" if self.tokenizer else NAME_IT
             has = "" if self.tokenizer else "holds no tokenizer, and "
-            came = f"{has}{key}={kind} trains a new vocabulary"
-            yield Problem(key, came, rule, f"{fix}, or insist with {INSIST}")
+            yield Problem(
+                key,
+                f"{has}{key}={kind} trains a new vocabulary",
+                rule,
+                f"{fix}, or insist with {INSIST}",
+            )
         elif self.tokenizer:
             ours = build_vocabulary(recipe, (), Path(), lambda line: None).get_vocab()
             theirs = read_tokenizer(self.tokenizer).get_vocab()
             other = sum(ours.get(token) != number for token, number in theirs.items())
             if other:
-                came = f"{key}={kind} differs from {self.tokenizer} in {other:,} of {len(theirs):,} tokens"
                 yield Problem(
                     key,
-                    came,
+                    f"{key}={kind} differs from {self.tokenizer} in {other:,} of {len(theirs):,} tokens",
                     rule,
                     f"leave data.tokenizer out, or insist with {INSIST}",
                 )

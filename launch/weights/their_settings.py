@@ -95,8 +95,12 @@ class TheirSettings:
         trainer = read_json_object(path) if is_file(path) else {}
         step = trainer.get("global_step", self.state.steps)
         if step != self.state.steps:
-            rule = f"{self.state.where} is after step {self.state.steps}"
-            refuse(path, f"says global_step={step}", rule, COPY)
+            refuse(
+                path,
+                f"says global_step={step}",
+                f"{self.state.where} is after step {self.state.steps}",
+                COPY,
+            )
         return trainer
 
     @property
@@ -126,9 +130,12 @@ class TheirSettings:
             return self.state.config
         for key in OTHER_LOSSES:
             if said.get(key):
-                came = f"was trained with {key}={said[key]}"
-                rule = "our loss is the cross-entropy alone"
-                refuse(self.directory, came, rule, WEIGHTS_ALONE)
+                refuse(
+                    self.directory,
+                    f"was trained with {key}={said[key]}",
+                    "our loss is the cross-entropy alone",
+                    WEIGHTS_ALONE,
+                )
         kind = _name(said.get("optim"))
         params = {key: said.get(theirs) for key, theirs in TRAINERS.items()}
         params["betas"] = [said.get("adam_beta1"), said.get("adam_beta2")]
@@ -188,8 +195,12 @@ class TheirSettings:
             faults[came] = values and stated not in (None, "auto", *values)
         for came, fault in faults.items():
             if fault:
-                rule = "AdamW's moments are taken, with their betas, without amsgrad"
-                refuse(self.state.where, came, rule, WEIGHTS_ALONE)
+                refuse(
+                    self.state.where,
+                    came,
+                    "AdamW's moments are taken, with their betas, without amsgrad",
+                    WEIGHTS_ALONE,
+                )
         return merged
 
     @property

@@ -52,24 +52,43 @@ def check_exportable(held: Manifest, recipe: Recipe, out: Path) -> None:
     """
     problems = []
     if not set(MOMENTS) <= {*held.kinds}:
-        came = f"the checkpoint of step {held.step} holds weights only"
-        rule = "a universal checkpoint holds both moments of the optimizer"
-        fix = f"name a later step as RUN@STEP; {ALONE}"
-        problems.append(Problem(FLAG, came, rule, fix))
+        problems.append(
+            Problem(
+                FLAG,
+                f"the checkpoint of step {held.step} holds weights only",
+                "a universal checkpoint holds both moments of the optimizer",
+                f"name a later step as RUN@STEP; {ALONE}",
+            )
+        )
     if recipe.optimizer.name != "adamw":
-        came = f"optimizer.name={recipe.optimizer.name}"
-        rule = "DeepSpeed loads universal checkpoints of AdamW, under ZeRO 1 to 3"
-        problems.append(Problem("optimizer.name", came, rule, ALONE))
+        problems.append(
+            Problem(
+                "optimizer.name",
+                f"optimizer.name={recipe.optimizer.name}",
+                "DeepSpeed loads universal checkpoints of AdamW, under ZeRO 1 to 3",
+                ALONE,
+            )
+        )
     if recipe.model.shared_layers:
-        rule = "the layers of transformers' model would be trained apart"
-        came = "model.shared_layers=true"
-        problems.append(Problem("model.shared_layers", came, rule, ALONE))
+        problems.append(
+            Problem(
+                "model.shared_layers",
+                "model.shared_layers=true",
+                "the layers of transformers' model would be trained apart",
+                ALONE,
+            )
+        )
     needed = size_of(recipe) + BYTES_OF_FILES * len(meta_parameters(recipe))
     free = free_bytes(existing(out))
     if free < needed:
-        came = f"{FLAG} {out}: {amount(free)} are free"
-        rule = f"the export has {amount(needed)}"
-        problems.append(Problem(FLAG, came, rule, "name a directory on another disk"))
+        problems.append(
+            Problem(
+                FLAG,
+                f"{FLAG} {out}: {amount(free)} are free",
+                f"the export has {amount(needed)}",
+                "name a directory on another disk",
+            )
+        )
     if problems:
         raise ProblemsError(problems)
 

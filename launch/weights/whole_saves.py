@@ -37,8 +37,13 @@ def read(directory: Path, optimizer: Path) -> states.DeepSpeedState:
     module = {}
     for name in _parameters(directory, {*weights}):
         weight = weights[name]
-        came = f"holds {name} in {weight.dtype}"
-        expect(weight.dtype == torch.float32, directory, came, rule, fix)
+        expect(
+            weight.dtype == torch.float32,
+            directory,
+            f"holds {name} in {weight.dtype}",
+            rule,
+            fix,
+        )
         module[name] = weight
     stated = {"optimizer": load_dict(optimizer), "module": module}
     optimizer_state = states.unpartitioned(directory, stated, "torch's Adam")
@@ -66,9 +71,12 @@ def _parameters(directory: Path, held: Set[str]) -> list[str]:
         names = [name for name, _ in model.named_parameters()]
         if held >= {*names}:
             return names
-    came = "holds no whole GPT-2, BERT or MegatronBert of transformers"
-    rule = "Adam numbers its parameters in the order of the model's own"
-    refuse(directory, came, rule, f"give a save of a model that {CONFIG} describes")
+    refuse(
+        directory,
+        "holds no whole GPT-2, BERT or MegatronBert of transformers",
+        "Adam numbers its parameters in the order of the model's own",
+        f"give a save of a model that {CONFIG} describes",
+    )
 
 
 def _scaler(file: Path) -> dict[str, Any]:

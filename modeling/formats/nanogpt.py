@@ -31,8 +31,12 @@ def read(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if sound:
         sound = all(isinstance(each, Tensor) for each in stored.values())
     if not sound:
-        rule = 'a checkpoint of nanoGPT has tensors in "model", and "model_args"'
-        refuse(file, "is of another program", rule, "give another file")
+        refuse(
+            file,
+            "is of another program",
+            'a checkpoint of nanoGPT has tensors in "model", and "model_args"',
+            "give another file",
+        )
     config = {"bias": True, **dict.fromkeys(_SIZES, UNREAD), **stated}
     config["model_type"] = "gpt2"
     config["n_positions"] = config["block_size"]

@@ -76,11 +76,19 @@ def _check_records(file: Path, size: int, changed: int) -> None:
     except Exception as error:  # of many types, for a list of records that is broken
         refuse(file, f"cannot be read ({error})", CUT, AGAIN)
     if packed:
-        rule = "torch.save stores them as they are"
-        refuse(file, "holds compressed records", rule, "save it again with torch")
+        refuse(
+            file,
+            "holds compressed records",
+            "torch.save stores them as they are",
+            "save it again with torch",
+        )
     if damaged is not None:
-        came = f"is damaged in its record {damaged!r}"
-        refuse(file, came, "its CRC-32 is of other bytes", AGAIN)
+        refuse(
+            file,
+            f"is damaged in its record {damaged!r}",
+            "its CRC-32 is of other bytes",
+            AGAIN,
+        )
 
 
 def load(file: Path) -> Any:
@@ -88,8 +96,12 @@ def load(file: Path) -> Any:
     again = f"torch.save(torch.load(f, map_location='cpu', weights_only=False), f) with f={str(file)!r}"
     fix = f"{AGAIN}; or, which runs what the file says, save it again with its own program: {again}"
     if not is_sound(file):
-        rule = "it is no file of torch.save, or one of before torch 1.6, which cannot be mapped into memory"
-        refuse(file, "cannot be read", rule, fix)
+        refuse(
+            file,
+            "cannot be read",
+            "it is no file of torch.save, or one of before torch 1.6, which cannot be mapped into memory",
+            fix,
+        )
     try:
         named = torch.serialization.get_unsafe_globals_in_checkpoint(file)
         other = sorted(name for name in named if not _may_stand_in(name))
@@ -104,20 +116,31 @@ def load(file: Path) -> Any:
                     file, map_location="cpu", weights_only=True, mmap=True
                 )
     except Exception as error:  # of many types, for a pickle that is broken
-        came = f"cannot be read by torch.load ({type(error).__name__})"
-        rule = f"{CUT}, or is pickled in another way than torch.save does by itself"
-        refuse(file, came, rule, fix)
-    rule = "a checkpoint names none of it, and loading it might run a program"
+        refuse(
+            file,
+            f"cannot be read by torch.load ({type(error).__name__})",
+            f"{CUT}, or is pickled in another way than torch.save does by itself",
+            fix,
+        )
     advice = "do not load it; get it from its source again"
-    refuse(file, f"names {some(other, 4)[:200]}", rule, advice)
+    refuse(
+        file,
+        f"names {some(other, 4)[:200]}",
+        "a checkpoint names none of it, and loading it might run a program",
+        advice,
+    )
 
 
 def load_dict(file: Path) -> dict[str, Any]:
     """Read a file that holds values by name. Raises FileError."""
     values = load(file)
     if not isinstance(values, dict):
-        came = f"holds a {type(values).__name__}"
-        refuse(file, came, "a checkpoint is a dictionary", "give another save")
+        refuse(
+            file,
+            f"holds a {type(values).__name__}",
+            "a checkpoint is a dictionary",
+            "give another save",
+        )
     return values
 
 

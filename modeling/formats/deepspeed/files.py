@@ -63,8 +63,9 @@ def find(directory: Path) -> SaveFiles:
         where = directory / read_text(tracker).strip()
     models = _found(where, MODEL)
     if not models:
-        rule = "it has the run's counters"
-        refuse(where, "lacks mp_rank_00_model_states.pt", rule, COPY)
+        refuse(
+            where, "lacks mp_rank_00_model_states.pt", "it has the run's counters", COPY
+        )
     return SaveFiles(where, models, _found(where, OPTIMIZER))
 
 

@@ -180,9 +180,13 @@ def _updates(where: Path, stated: Mapping[str, Any], optimizer: Optimizer) -> in
     skipped = stated["skipped_steps"]
     made = steps - skipped
     counts = some([*map(str, sorted(counted))])
-    rule = f"after {steps} steps, of them {skipped} skipped, it has made {made}"
     sound = len(counted) == 1 and counted <= {made, made + optimizer.built}
-    expect(sound, where, f"Adam has counted {counts} updates", rule)
+    expect(
+        sound,
+        where,
+        f"Adam has counted {counts} updates",
+        f"after {steps} steps, of them {skipped} skipped, it has made {made}",
+    )
     return counted.pop()
 
 
@@ -196,8 +200,13 @@ def _joined(files: SaveFiles, stated: Mapping[str, Any]) -> Optimizer:
     came = f"holds {len(files.models)} model-parallel ranks"
     expect(len(files.models) == count, where, came, f"{count} ranks saved it")
     if stated.get("optimizer"):
-        rule = "of several, stage 0 does not say which moments are whose"
-        expect(count == 1, where, came, rule, ZERO_1)
+        expect(
+            count == 1,
+            where,
+            came,
+            "of several, stage 0 does not say which moments are whose",
+            ZERO_1,
+        )
         return unpartitioned(where, stated)
     of_ranks = []
     for rank in sorted(files.models):
@@ -265,15 +274,22 @@ def _partitioned(
         count = max(count, default=None)
     bases: list[Any] = [rank.get(base_key) for rank in ranks]
     sound = all(isinstance(base, dict) and "state" in base for base in bases)
-    rule = "each rank's has an Adam, flat master weights and the number of ranks"
-    fix = f"{COPY}; elastic checkpoints become universal ones by ds_to_universal.py"
-    came = "has no optimizer's files, or files in another form"
-    expect(sound and isinstance(count, int), where, came, rule, fix)
+    expect(
+        sound and isinstance(count, int),
+        where,
+        "has no optimizer's files, or files in another form",
+        "each rank's has an Adam, flat master weights and the number of ranks",
+        f"{COPY}; elastic checkpoints become universal ones by ds_to_universal.py",
+    )
     assert isinstance(count, int)
     odd = {*range(count)} ^ optimizers.keys()
     named = some([str(rank) for rank in sorted(odd)], 4)
-    came = f"lacks the optimizer's file of rank {named}, or has one too many"
-    expect(not odd, where, came, f"{count} ranks saved it")
+    expect(
+        not odd,
+        where,
+        f"lacks the optimizer's file of rank {named}, or has one too many",
+        f"{count} ranks saved it",
+    )
     partitions = []
     for rank, base in zip(ranks, bases, strict=True):
         state = base["state"]
@@ -341,9 +357,13 @@ def _parameter(
                 odd.add(kind)
     if sum(run.length for run in runs) != shape.numel():
         odd.add(WEIGHT)
-    rule = "the ranks have all of it; moments on NVMe, and those of others than Adam, are not read"
-    fix = f"{COPY}, or one with the optimizer on the CPU"
-    expect(not odd, where, f"lacks a part of {some(sorted(odd))} of {name}", rule, fix)
+    expect(
+        not odd,
+        where,
+        f"lacks a part of {some(sorted(odd))} of {name}",
+        "the ranks have all of it; moments on NVMe, and those of others than Adam, are not read",
+        f"{COPY}, or one with the optimizer on the CPU",
+    )
 
     def read(kind: str) -> Tensor:
         parts = []
@@ -482,9 +502,12 @@ def _universal(folder: Path, files: SaveFiles) -> Optimizer:
 
 def _read_param(own: Mapping[str, Path], shape: torch.Size, kind: str) -> Tensor:
     tensor = _param(own[kind])
-    came = f"holds {tensor.numel():,} numbers"
-    rule = f"its parameter has {shape.numel():,}"
-    expect(tensor.numel() == shape.numel(), own[kind], came, rule)
+    expect(
+        tensor.numel() == shape.numel(),
+        own[kind],
+        f"holds {tensor.numel():,} numbers",
+        f"its parameter has {shape.numel():,}",
+    )
     return tensor.view(shape).float()
 
 

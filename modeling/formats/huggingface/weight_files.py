@@ -39,12 +39,19 @@ def read_state_dict(directory: str | Path) -> dict[str, Tensor]:
             tensors = _read(directory / file)
             absent = sorted(names - tensors.keys())
             if absent:
-                came = f"lacks {some(absent)}"
-                refuse(directory / file, came, "the index says otherwise", AGAIN)
+                refuse(
+                    directory / file,
+                    f"lacks {some(absent)}",
+                    "the index says otherwise",
+                    AGAIN,
+                )
             twice = sorted(tensors.keys() & state_dict.keys())
             if twice:
-                came = f"holds {some(twice)}, as another shard does"
-                refuse(directory / file, came, fix=AGAIN)
+                refuse(
+                    directory / file,
+                    f"holds {some(twice)}, as another shard does",
+                    fix=AGAIN,
+                )
             state_dict |= tensors
         except FileError as error:
             problems += error.problems
@@ -65,20 +72,32 @@ def _files(directory: Path) -> dict[str, set[str]]:
     for pattern in ("*.safetensors", "*.bin", "*.h5"):
         others += (path.name for path in directory.glob(pattern))
     beside = f", but {some(sorted(others))}" if others else ""
-    rule = f"transformers takes {' or '.join(NAMES)}, or shards with their index ({NAMES[0]}.index.json)"
-    refuse(directory, f"holds no weights{beside}", rule, SAVED)
+    refuse(
+        directory,
+        f"holds no weights{beside}",
+        f"transformers takes {' or '.join(NAMES)}, or shards with their index ({NAMES[0]}.index.json)",
+        SAVED,
+    )
 
 
 def _shards(index: Path) -> dict[str, set[str]]:
     listed = read_json_object(index).get("weight_map")
     if not isinstance(listed, dict) or not listed:
-        came = f"its weight_map is {named_kind(listed) if listed != {} else 'empty'}"
-        refuse(index, came, "it maps every tensor to the name of its file", AGAIN)
+        refuse(
+            index,
+            f"its weight_map is {named_kind(listed) if listed != {} else 'empty'}",
+            "it maps every tensor to the name of its file",
+            AGAIN,
+        )
     shards = dict[str, set[str]]()
     for tensor, file in listed.items():
         if not isinstance(file, str) or Path(file).name != file:
-            came = f"says that {tensor[:100]} is in {json.dumps(file)[:100]}"
-            refuse(index, came, "that is the name of a file next to it", AGAIN)
+            refuse(
+                index,
+                f"says that {tensor[:100]} is in {json.dumps(file)[:100]}",
+                "that is the name of a file next to it",
+                AGAIN,
+            )
         shards.setdefault(file, set()).add(tensor)
     absent = sorted(file for file in shards if not os.path.lexists(index.parent / file))
     if absent:
@@ -101,6 +120,10 @@ def _read(file: Path) -> dict[str, Tensor]:
     tensors = load_dict(file)
     for name, tensor in tensors.items():
         if not (isinstance(name, str) and isinstance(tensor, Tensor)):
-            came = "holds something else than tensors by their names"
-            refuse(file, came, "it is a model's state dict", SAVED)
+            refuse(
+                file,
+                "holds something else than tensors by their names",
+                "it is a model's state dict",
+                SAVED,
+            )
     return tensors

@@ -201,13 +201,16 @@ def open_checkpoint(directory: str | Path) -> MegatronCheckpoint:
     stated = contents[files.stated]
     arguments = _arguments(files.where, stated)
     if "ds_version" in stated and not arguments:
-        rule = "it holds the tensors of a program's own modules, and does not say of which model"
         fix = (
             f"go on with the run: launch/pretrain.py --adopt {directory}; or load its `module` into the model "
             "of transformers that it is of, and give the directory that save_pretrained writes"
         )
-        came = "is a plain checkpoint of DeepSpeed, not of Megatron-DeepSpeed"
-        refuse(files.where, came, rule, fix)
+        refuse(
+            files.where,
+            "is a plain checkpoint of DeepSpeed, not of Megatron-DeepSpeed",
+            "it holds the tensors of a program's own modules, and does not say of which model",
+            fix,
+        )
     version = _version(files.stated, stated)
     tensors = dict[str, Slices]()
     copies = dict[tuple[str, str], Slices]()
@@ -294,8 +297,11 @@ def _version(file: Path, stated: Mapping[str, Any]) -> float:
     if hasattr(stated.get("args"), FPDT):
         version = 0
     if type(version) not in (int, float) or not 0 <= version <= 3:
-        came = f"has checkpoint_version {str(version)[:60]}"
-        refuse(file, came, "versions 0 to 3 are known")
+        refuse(
+            file,
+            f"has checkpoint_version {str(version)[:60]}",
+            "versions 0 to 3 are known",
+        )
     return float(version)
 
 
@@ -396,9 +402,13 @@ def _take(
         if name not in uneven and len({slice_[name].shape for slice_ in slices}) > 1:
             uneven.append(name)
     if uneven:
-        came = f"{called}: its tensor-parallel slices differ in {some(uneven, 3)}"
         problems.append(
-            Problem(called, came, "each holds an equal part of the same tensors", WHOLE)
+            Problem(
+                called,
+                f"{called}: its tensor-parallel slices differ in {some(uneven, 3)}",
+                "each holds an equal part of the same tensors",
+                WHOLE,
+            )
         )
     layers = 0
     for stored in slices[0]:
@@ -444,8 +454,13 @@ def _missing(
     for kind, count in counts.items():
         stated = _stated_ranks(arguments, kind)
         if stated not in (None, count):
-            came = f"holds files of {count} {kind}-parallel ranks, and its arguments tell of {stated}"
-            yield Problem(where, came, "each has a part of the weights", WHOLE, where)
+            yield Problem(
+                where,
+                f"holds files of {count} {kind}-parallel ranks, and its arguments tell of {stated}",
+                "each has a part of the weights",
+                WHOLE,
+                where,
+            )
     present = set[int]()
     for file, *_ in files.stages:
         match = LAYER_FILE.fullmatch(file.name)
@@ -454,5 +469,10 @@ def _missing(
     between = range(min(present, default=0), max(present, default=0))
     gaps = [f"layer_{number:02d}" for number in between if number not in present]
     if gaps:
-        came = f"lacks the files of {some(gaps, 4)}"
-        yield Problem(where, came, "every layer is needed", WHOLE, where)
+        yield Problem(
+            where,
+            f"lacks the files of {some(gaps, 4)}",
+            "every layer is needed",
+            WHOLE,
+            where,
+        )

@@ -69,9 +69,12 @@ def find(directory: Path) -> Files:
     if layers:
         stated = where / "mp_rank_00_model_states.pt"
         if not is_file(stated):
-            fix = "copy it next to the layers"
-            rule = "it holds arguments and checkpoint version"
-            refuse(where, f"lacks {stated.name}", rule, fix)
+            refuse(
+                where,
+                f"lacks {stated.name}",
+                "it holds arguments and checkpoint version",
+                "copy it next to the layers",
+            )
         return Files(where, _stages(where, layers, "layer_"), stated, by_layer=True)
     slices = [(0, int(m[1]), where / m[0]) for m in _matches(PLAIN, names)]
     if not slices:
@@ -82,9 +85,13 @@ def find(directory: Path) -> Files:
                 stage = int(m[2] or 0)
                 slices.append((stage, int(m[1]), where / m[0] / name))
             elif OPTIMIZER not in held:
-                came = f"holds {some(held, 4) or 'nothing'}, and neither {WEIGHTS[0]} nor {WEIGHTS[1]}"
                 fix = ANOTHER if held else WHOLE
-                refuse(where / m[0], came, "", fix)
+                refuse(
+                    where / m[0],
+                    f"holds {some(held, 4) or 'nothing'}, and neither {WEIGHTS[0]} nor {WEIGHTS[1]}",
+                    "",
+                    fix,
+                )
     if not slices:
         _refuse_form(where, names)
     stages = _stages(where, slices, STAGE)
@@ -119,15 +126,17 @@ def _iteration(directory: Path) -> Path:
     elif len(saved) == 1:
         asked = saved
     else:
-        rule = f"{TRACKER}, which says what is newest, is missing"
-        fix = f"give one of them, {directory}/{saved[-1]}"
-        refuse(directory, f"holds {some(saved)}", rule, fix)
+        refuse(
+            directory,
+            f"holds {some(saved)}",
+            f"{TRACKER}, which says what is newest, is missing",
+            f"give one of them, {directory}/{saved[-1]}",
+        )
     chosen = [name for name in asked if name in names]
     if not chosen:
-        came = f"says {asked[0][:60]!r}, and next to it is {some(saved) if saved else 'no iteration'}"
         refuse(
             tracker,
-            came,
+            f"says {asked[0][:60]!r}, and next to it is {some(saved) if saved else 'no iteration'}",
             "it names the newest iteration",
             "give the directory of one iteration",
         )
@@ -145,9 +154,11 @@ def _stages(
     for stage, index, file in numbered:
         other = by_stage.setdefault(stage, {}).setdefault(index, file)
         if other != file:
-            came = f"holds {other.relative_to(where)} and {file.relative_to(where)}"
             refuse(
-                where, came, "a rank has one file", "leave out the one of another save"
+                where,
+                f"holds {other.relative_to(where)} and {file.relative_to(where)}",
+                "a rank has one file",
+                "leave out the one of another save",
             )
     count = 1 + max(index for _, index, _ in numbered)
     missing = list[str]()
@@ -162,8 +173,12 @@ def _stages(
     if missing:
         refuse(where, f"lacks {some(missing, 4)}", "every slice is needed", WHOLE)
     if kind == STAGE and (absent := set(range(max(by_stage))) - by_stage.keys()):
-        came = f"lacks {STAGE}{min(absent)}"
-        refuse(where, came, f"it holds stage {max(by_stage)}", WHOLE)
+        refuse(
+            where,
+            f"lacks {STAGE}{min(absent)}",
+            f"it holds stage {max(by_stage)}",
+            WHOLE,
+        )
     return stages
 
 
@@ -179,9 +194,12 @@ def _refuse_form(where: Path, names: Sequence[str]) -> None:
             f"go on with the run: launch/pretrain.py --adopt {where}",
         )
     if _matches(DISTRIBUTED, names):
-        rule = f"only {WEIGHTS[0]} of each rank is read here"
-        fix = "save it again by Megatron-LM with --ckpt-format torch"
-        refuse(where, "is a distributed checkpoint (torch_dist)", rule, fix)
+        refuse(
+            where,
+            "is a distributed checkpoint (torch_dist)",
+            f"only {WEIGHTS[0]} of each rank is read here",
+            "save it again by Megatron-LM with --ckpt-format torch",
+        )
     refuse(
         where,
         "holds no weights of Megatron",
