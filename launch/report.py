@@ -149,10 +149,9 @@ def report(args: argparse.Namespace, folder: Path) -> int:
     chosen = writing.default_directory(names, run_labels, args.all)
     directory = path_of(args.out, "--out") if args.out else chosen
     former = writing.check(directory)
-    runs = [
-        read_run(path, label, tables.recipe)
-        for path, label in zip(paths, run_labels, strict=True)
-    ]
+    runs = []
+    for path, label in zip(paths, run_labels, strict=True):
+        runs.append(read_run(path, label, tables.recipe))
     if args.card:
         return card(args, runs)
     names += tables.published() if args.all else []

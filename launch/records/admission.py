@@ -6,6 +6,7 @@ import dataclasses
 import json
 import shutil
 from collections.abc import Sequence
+from operator import attrgetter
 from pathlib import Path
 
 from data.durable_files import Lock, left_by_a_crash
@@ -158,13 +159,10 @@ def _refuse_cut(directory: RunDirectory, plan: Plan, done: int) -> None:
 
 def _refuse_another_engine(path: Path, saved: Plan, plan: Plan) -> None:
     """Refuse to resume a fine-tuning, whose checkpoints are the engine's own, under another one."""
-    for name in ("zero_stage", "offload", "precision", "layout"):
-        before = getattr(saved, name)
-        now = getattr(plan, name)
-        if name == "layout":
-            before = before.dp
-            now = now.dp
-            name = "processes"
+    for name in ("zero_stage", "offload", "precision", "layout.dp"):
+        before = attrgetter(name)(saved)
+        now = attrgetter(name)(plan)
+        name = name.replace("layout.dp", "processes")
         if before != now:
             raise ValueError(
                 f"{path} was trained with {name} {before}, and now it is {now}: DeepSpeed's checkpoints are "
@@ -189,12 +187,10 @@ def _refuse_lost(
             f"--resume: no checkpoint in {directory.path} is whole, and its steps are not thrown away: "
             f"restore one of them from a copy, {elsewhere}{named}"
         )
-    result = (
-        files.read_json_object(directory.result_json)
-        if directory.result_json.exists()
-        else {}
-    )
-    ended = result.get("status") in ("ok", RECORDS_LOST)
+    ended = False
+    if directory.result_json.exists():
+        result = files.read_json_object(directory.result_json)
+        ended = result.get("status") in ("ok", RECORDS_LOST)
     was_saved = any(not save.problem for save in records.saves)
     if was_saved or (ended and recipe.run.save_last):
         raise ValueError(

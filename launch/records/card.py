@@ -12,7 +12,7 @@ from matplotlib.font_manager import findfont, get_font
 from launch.console.text_table import loss, number
 from launch.records.loss_plot import INK, PANELS, QUIET, draw_losses, without_formulas
 from launch.records.metrics import Records
-from launch.records.result import HeldOutLoss, Result
+from launch.records.result import Result
 from recipes.problems import counted
 
 SIZE = (12, 6.3)  # inches of 100 pixels, as sites show a link: 1200 x 630
@@ -38,9 +38,8 @@ def draw_card(
     axes.set_xlabel("optimizer step", fontsize=10, color=QUIET)
     draw_losses(axes, records, result, figure)
     facts = [] if result.status == "ok" else [("status", result.status)]
-    found = result.losses.validation or HeldOutLoss()
     for each in result.figures[:PANELS]:
-        text = f"{loss(each.of(found))} {each.unit}"
+        text = f"{loss(result.told('validation', each))} {each.unit}"
         facts.append((f"validation {each.name}", text))
     facts += [(f"score on {each.split}", str(each)) for each in result.task_scores]
     per_second = number(result.speed.tokens_per_s)

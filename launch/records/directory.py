@@ -64,19 +64,10 @@ class Launch:
 
     @classmethod
     def now(cls, run: RunFacts, command: Sequence[str]) -> Launch:
-        facts = plan_facts(run.plan)
         started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-        how = (run.name, run.tiny, run.emulated_fp16)
-        where = os.getcwd()
-        return cls(
-            started,
-            tuple(command),
-            where,
-            *how,
-            facts,
-            run.machine,
-            run.initial_weights,
-        )
+        how = (run.name, run.tiny, run.emulated_fp16, plan_facts(run.plan))
+        made = (run.machine, run.initial_weights)
+        return cls(started, tuple(command), os.getcwd(), *how, *made)
 
     @classmethod
     def read(cls, entry: Mapping[str, Any], where: Path) -> Launch:
@@ -146,25 +137,22 @@ class RunDirectory:
     @property
     def of_another_kind(self) -> list[Path]:
         """The files that should be folders, the folders that should be files, pipes and broken links."""
-        places = (
-            place for place in vars(RunDirectory).values() if isinstance(place, _Place)
-        )
-        placed = ((self.path / place.name, place.folder) for place in places)
-        return [
-            p
-            for p, folder in placed
-            if os.path.lexists(p) and not (p.is_dir() if folder else p.is_file())
-        ]
+        odd = []
+        for place in vars(RunDirectory).values():
+            if isinstance(place, _Place):
+                path = self.path / place.name
+                right = path.is_dir() if place.folder else path.is_file()
+                if not right and os.path.lexists(path):
+                    odd.append(path)
+        return odd
 
     def write_description(self, plan: Plan, launches: Sequence[Launch]) -> None:
         """Write the files that describe the run."""
         write_atomically(self.recipe_yaml, catalog.dump(plan.recipe))
         write_atomically(self.ds_config_json, _json(plan.ds))
         write_atomically(self.plan_json, _json(plan_to_json(plan)))
-        write_atomically(
-            self.environment_json,
-            _json({"launches": [launch.entry() for launch in launches]}),
-        )
+        entries = [launch.entry() for launch in launches]
+        write_atomically(self.environment_json, _json({"launches": entries}))
 
     def write_origin(self, run: RunFacts) -> None:
         """Write the recipe as its table has it, and the DeepSpeed JSON as it was given."""

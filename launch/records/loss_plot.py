@@ -19,9 +19,17 @@ from recipes.families import LossFigure
 
 INK = "#1c2024"
 QUIET = "#5d6670"
-TRAINING = "#3b82c4"
-VALIDATION = "#d9822b"
-BRANCH = "#3a9d5d"
+PALETTE = (
+    "#3b82c4",
+    "#d9822b",
+    "#3a9d5d",
+    "#cf4f4f",
+    "#8f6fd1",
+    "#9a7560",
+    "#d06fa6",
+    "#7f8790",
+)
+TRAINING, VALIDATION, BRANCH, *_ = PALETTE
 ACROSS = ("data", "axes fraction")  # a step, and a share of the height
 PANELS = 2  # figures of a model that are drawn: a BERT's two objectives
 HEIGHTS = (3, 2)  # of the panels, relative to each other
@@ -101,8 +109,7 @@ def draw_losses(
         steps, losses = zip(*validation, strict=True)
         axes.plot(steps, losses, "o-", color=VALIDATION, markersize=4, linewidth=1.2)
     for split, color in (("training", TRAINING), ("validation", VALIDATION)):
-        found = getattr(result.losses, split)
-        value = figure.of(found) if found else None
+        value = result.told(split, figure)
         if value is not None:
             names.append(CurveName(value, f"{split} {value:.4f}", color))
     entropies = []

@@ -54,9 +54,7 @@ class RecordedRun:
         given = next(at.ds_config_given.glob("*.json"), at.ds_config_json)
         ours = FOLDER / given.name
         same = ours.is_file() and ours.read_bytes() == given.read_bytes()
-        weights = next(
-            (each.initial_weights for each in launches if each.initial_weights), None
-        )
+        weights = [each.initial_weights for each in launches if each.initial_weights]
         return cls(
             path,
             named,
@@ -64,6 +62,6 @@ class RecordedRun:
             name=launch.row if launch else path.name,
             tiny=launch is not None and launch.tiny,
             ds_config=ours.stem if same else str(given),
-            initial_weights=weights,
+            initial_weights=weights[0] if weights else None,
             command=launch.command if launch else (),
         )

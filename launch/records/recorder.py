@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import os
 import re
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TextIO
 
 from tensorboard.summary.writer.event_file_writer import _AsyncWriterThread
 from torch.utils.tensorboard import SummaryWriter
@@ -52,18 +51,6 @@ ELSEWHERE = "move the run directory to another disk and --resume there"
 AGAIN = (
     "once that is mended, the same command with --resume writes curve and result again"
 )
-Method = TypeVar("Method", bound=Callable[..., None])
-
-
-def _guarded(method: Method) -> Method:
-    """Keep a failure of a method of `Recorder` from ending the training."""
-
-    @functools.wraps(method)
-    def guarded(recorder: Recorder, *facts: Any, **more: Any) -> None:
-        with recorder.keeping(f"the record of a {method.__name__}"):
-            method(recorder, *facts, **more)
-
-    return cast(Method, guarded)
 
 
 class Recorder(SilentRecorder):
@@ -150,86 +137,94 @@ class Recorder(SilentRecorder):
             said = f"WARNING: {said}; training continues"
             self._screen.line(said, terminal.YELLOW)
 
-    @_guarded
     def say(self, text: str, colour: int | None = None) -> None:
-        self._write(metrics.Note(self._step, text, time.time()))
-        self._screen.line(text, colour)
+        with self.keeping("the record of a say"):
+            self._write(metrics.Note(self._step, text, time.time()))
+            self._screen.line(text, colour)
 
     def warn(self, text: str) -> None:
         self.say(f"WARNING: {text}", terminal.YELLOW)
 
-    @_guarded
     def mark(self, part: str) -> None:
-        if self._clock:
-            self._clock.mark(part)
+        with self.keeping("the record of a mark"):
+            if self._clock:
+                self._clock.mark(part)
 
-    @_guarded
     def step(self, record: StepRecord) -> None:
-        step = record.step
-        assert step == self._step + 1, (
-            f"step {step} follows step {self._step}: the first completed step is 1"
-        )
-        self._step = step
-        record = replace(
-            record,
-            launch_step=step - self._start_step,
-            peak_memory_bytes=peak_memory().bytes,
-            memory_kind=self._memory_kind,
-            samples=self._sizes.samples(step),
-            **rates(self._run.plan, record.seconds, self._sizes.size(step - 1)),
-            profiled=step in self._run.plan.recipe.run.profiled,
-            time=time.time(),
-        )
-        self._write(record)
-        scale = ("loss_scale",) if self._run.plan.precision == "fp16" else ()
-        speed = (
-            "seconds",
-            "data_seconds",
-            "samples_per_s",
-            "tokens_per_s",
-            "tflops",
-            "exact_tflops",
-        )
-        self._event("train", record, ("loss", *record.parts, "lr", "grad_norm", *scale))
-        self._event("speed", record, speed)
-        self._event("ranks", record, RANK_TIMES)
-        self._event("memory", record, ("peak_memory_bytes",))
-        self._screen.step(step, shown_fields(record, self._figures, scale=bool(scale)))
-        if self._clock and step == self._start_step + 1:
-            self._clock.mark("first_step")
-            parts: dict[str, Any] = self._clock.parts
-            start = metrics.StartRecord(step, **parts, time=time.time())
-            self._write(start)
-            self._screen.line(str(start))
+        with self.keeping("the record of a step"):
+            step = record.step
+            assert step == self._step + 1, (
+                f"step {step} follows step {self._step}: the first completed step is 1"
+            )
+            self._step = step
+            record = replace(
+                record,
+                launch_step=step - self._start_step,
+                peak_memory_bytes=peak_memory().bytes,
+                memory_kind=self._memory_kind,
+                samples=self._sizes.samples(step),
+                **rates(self._run.plan, record.seconds, self._sizes.size(step - 1)),
+                profiled=step in self._run.plan.recipe.run.profiled,
+                time=time.time(),
+            )
+            self._write(record)
+            scale = ("loss_scale",) if self._run.plan.precision == "fp16" else ()
+            speed = (
+                "seconds",
+                "data_seconds",
+                "samples_per_s",
+                "tokens_per_s",
+                "tflops",
+                "exact_tflops",
+            )
+            self._event(
+                "train", record, ("loss", *record.parts, "lr", "grad_norm", *scale)
+            )
+            self._event("speed", record, speed)
+            self._event("ranks", record, RANK_TIMES)
+            self._event("memory", record, ("peak_memory_bytes",))
+            self._screen.step(
+                step, shown_fields(record, self._figures, scale=bool(scale))
+            )
+            if self._clock and step == self._start_step + 1:
+                self._clock.mark("first_step")
+                parts: dict[str, Any] = self._clock.parts
+                start = metrics.StartRecord(step, **parts, time=time.time())
+                self._write(start)
+                self._screen.line(str(start))
 
-    @_guarded
     def validation(
         self, step: int, outcome: facts.Validation, kind: str = "validation"
     ) -> None:
-        parts = finite_parts(outcome.parts)
-        loss = finite(outcome.loss)
-        record = ValidationRecord(
-            step, loss, parts, time.time(), "test" if kind == "test" else "validation"
-        )
-        self._write(record)
-        self._event(kind, record, ("loss", *parts))
-        shown = ", ".join(shown_figures(record, self._figures).values())
-        self._screen.line(f"step {step}: {kind} {shown}", terminal.BOLD)
+        with self.keeping("the record of a validation"):
+            parts = finite_parts(outcome.parts)
+            loss = finite(outcome.loss)
+            record = ValidationRecord(
+                step,
+                loss,
+                parts,
+                time.time(),
+                "test" if kind == "test" else "validation",
+            )
+            self._write(record)
+            self._event(kind, record, ("loss", *parts))
+            shown = ", ".join(shown_figures(record, self._figures).values())
+            self._screen.line(f"step {step}: {kind} {shown}", terminal.BOLD)
 
-    @_guarded
     def save(self, saved: SaveOutcome) -> None:
-        self._follow()
-        self._write(replace(saved, time=time.time()))
-        per_second = saved.bytes / saved.seconds
-        self._scalar("save/blocking_seconds", saved.blocking_seconds, saved.step)
-        self._scalar("save/bytes_per_second", per_second, saved.step)
-        if saved.problem:
-            lost = f"WARNING: no checkpoint of step {saved.step}: {saved.problem}"
-            self._screen.line(lost, terminal.YELLOW)
-            return
-        rate = f"{short(saved.bytes)}B at {short(per_second)}B/s"
-        waited = f"training waited {saved.blocking_seconds:.2g} s"
-        self._screen.line(f"step {saved.step}: checkpoint, {rate}; {waited}")
+        with self.keeping("the record of a save"):
+            self._follow()
+            self._write(replace(saved, time=time.time()))
+            per_second = saved.bytes / saved.seconds
+            self._scalar("save/blocking_seconds", saved.blocking_seconds, saved.step)
+            self._scalar("save/bytes_per_second", per_second, saved.step)
+            if saved.problem:
+                lost = f"WARNING: no checkpoint of step {saved.step}: {saved.problem}"
+                self._screen.line(lost, terminal.YELLOW)
+                return
+            rate = f"{short(saved.bytes)}B at {short(per_second)}B/s"
+            waited = f"training waited {saved.blocking_seconds:.2g} s"
+            self._screen.line(f"step {saved.step}: checkpoint, {rate}; {waited}")
 
     def finish(self, ending: Ending, stopped: str | None = None) -> bool:
         """Write curve and result, and show the result; after an early stop, say how to resume.

@@ -203,6 +203,11 @@ class Result:
         sharding = f"ZeRO-{self.zero_stage}, offload {self.offload}"
         return f"{degrees}, {sharding}, {self.precision_text}"
 
+    def told(self, split: str, figure: LossFigure) -> float | None:
+        """Return a figure of a split; None: not finite, or the run does not have it."""
+        losses = getattr(self.losses, split)
+        return figure.of(losses) if losses and figure in self.figures else None
+
     @property
     def amount(self) -> str:
         """The tokens of the run's own steps and their time in words; "" for an older result."""

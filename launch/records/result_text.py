@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from launch.console.text_table import Page, flops, number
 from launch.records.facts import OURS
-from launch.records.result import TFLOPS_BY, HeldOutLoss, Result, TrainingLoss
+from launch.records.result import TFLOPS_BY, Result
 from recipes.problems import amount
 
 NOT_MEASURED = "not measured"
@@ -106,29 +106,27 @@ def _add_comparison(page: Page, result: Result) -> None:
 def _losses(result: Result) -> Iterator[tuple[str, str]]:
     """Yield the losses and accuracies of the splits that were read."""
     losses = result.losses
-    validation = losses.validation or HeldOutLoss()
+    step = losses.validation and losses.validation.step
     over = f"{_last(losses.training.steps)}, {result.figures[0].unit}"
     references = [
         f"{kind} {entropy:.4f}"
         for kind, entropy in vars(result.entropies).items()
         if entropy is not None
     ]
-    after = ", ".join([f"after step {validation.step}", *references])
-    yield from _split(result, "validation", validation, after)
-    yield from _split(result, "training", losses.training, over)
+    after = ", ".join([f"after step {step}", *references])
+    yield from _split(result, "validation", after)
+    yield from _split(result, "training", over)
     if losses.test:
         documents = "held-out test documents, after the last step"
-        yield from _split(result, "test", losses.test, documents)
+        yield from _split(result, "test", documents)
 
 
-def _split(
-    result: Result, split: str, loss: TrainingLoss | HeldOutLoss, remark: str
-) -> Iterator[tuple[str, str]]:
+def _split(result: Result, split: str, remark: str) -> Iterator[tuple[str, str]]:
     """Yield the figures of one split; `remark`: on the first of them."""
     first, *others = result.figures
-    yield f"{split} {first.name}", _loss(first.of(loss), remark)
+    yield f"{split} {first.name}", _loss(result.told(split, first), remark)
     for figure in others:
-        yield f"  {figure.name}", _loss(figure.of(loss), figure.unit)
+        yield f"  {figure.name}", _loss(result.told(split, figure), figure.unit)
 
 
 def _loss(value: float | None, remark: str) -> str:

@@ -43,9 +43,8 @@ def keep(run: Path, tokenizer: PreTrainedTokenizerFast) -> None:
         number = re.search(r"\(os error (\d+)\)", str(error))
         if not number:
             raise
-        raise OSError(
-            int(number[1]), os.strerror(int(number[1])), str(temporary)
-        ) from error
+        code = int(number[1])
+        raise OSError(code, os.strerror(code), str(temporary)) from error
     os.replace(temporary, run / FOLDER)
 
 
@@ -101,12 +100,9 @@ def _token_numbers(file: Path) -> dict[str, int]:
         model = vocabulary.get("model")
         vocabulary = model.get("vocab") if isinstance(model, dict) else None
     if isinstance(vocabulary, list):  # of a Unigram: [token, score]
-        pairs = [
-            each
-            for each in vocabulary
-            if isinstance(each, list) and each and isinstance(each[0], str)
-        ]
-        vocabulary = {each[0]: number for number, each in enumerate(pairs)}
+        pairs = (each for each in vocabulary if isinstance(each, list) and each)
+        tokens = [token for token, *_ in pairs if isinstance(token, str)]
+        vocabulary = {token: number for number, token in enumerate(tokens)}
     if not isinstance(vocabulary, dict) or not all(
         type(number) is int for number in vocabulary.values()
     ):

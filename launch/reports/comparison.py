@@ -26,7 +26,6 @@ from recipes.problems import counted
 
 MOST_COMPARED = 6  # runs; a table of more columns is unreadable
 ABSENT = "absent"
-TINY = " (tiny)"
 
 # Parts of a recipe that are shown elsewhere or change nothing.
 OMITTED = {*NO_NUMBER - {"run"}, "branch"}
@@ -87,8 +86,6 @@ def result_rows(
 ) -> Iterator[tuple[str, ...]]:
     """Yield every quantity that any run has, with the changes from the first run."""
     first, *others = runs
-    unchanged = [""] * len(others)
-    yield "status", *(f"{run.status}{TINY * run.tiny}" for run in runs), *unchanged
     figures = [figure for run in runs for figure in run.result.figures]
     losses = [column for split in SPLITS for column in loss_columns(split, figures)]
     for column in (*COUNTS, *losses, *QUANTITIES):
@@ -101,7 +98,7 @@ def result_rows(
             yield column.heading, *map(show, values), *changes
         if column.key == TIME and any(run.result.speed.quartiles_s for run in runs):
             spreads = (spread(run.result) for run in runs)
-            yield "half of the steps (s)", *spreads, *unchanged
+            yield "half of the steps (s)", *spreads, *[""] * len(others)
 
 
 def _change(a: ReportedRun, b: ReportedRun, column: Column, why: str | None) -> str:
@@ -189,7 +186,7 @@ def curve_finding(a: ReportedRun, b: ReportedRun) -> str:
 
 def _facts(run: ReportedRun) -> dict[str, Any]:
     facts: dict[str, Any] = {
-        "recipe": f"{run.name}{TINY * run.tiny}",
+        "recipe": f"{run.name}{' (tiny)' * run.tiny}",
         "ds_config": run.result.ds_config,
         "implementation": run.result.implementation or ABSENT,
         "precision": run.result.precision_text,
@@ -200,7 +197,7 @@ def _facts(run: ReportedRun) -> dict[str, Any]:
     if plan:
         recipe = plan.recipe.model_dump(mode="json", by_alias=True, exclude=OMITTED)
         facts |= {f"recipe.{key}": value for key, value in recipe.items()}
-        facts |= {f"deepspeed.{key}": value for key, value in plan.ds.items()}
+        facts["deepspeed"] = plan.ds
         facts |= {"ds_config": plan.ds_name, "layout": vars(plan.layout)}
         if plan.recipe.branch:
             facts["branch of"] = str(plan.recipe.branch)

@@ -15,7 +15,7 @@ from launch.records.metrics import PARTS
 from launch.records.result import Result
 from launch.reports.document import ReportDocument
 from launch.reports.entries import MEASURED, RATIO_NAMES, SPLITS, RowEntry
-from launch.reports.scores import NOT_RUN, NOT_SCORED, FinetunedLine
+from launch.reports.scores import FinetunedLine
 from launch.tables.scores import scores
 from recipes.families import MINIMISED, values_of
 
@@ -97,7 +97,7 @@ def _inert(cells: Mapping[str, Any]) -> dict[str, Any]:
 def _cells(entry: RowEntry) -> dict[str, Any]:
     row = entry.row
     run = entry.run
-    published = entry.row.published
+    published = row.published
     printed = scores(published.downstream) if published else ()
     cells = {
         "recipe": row.full_name,
@@ -139,16 +139,13 @@ def _losses(result: Result) -> Iterator[tuple[str, float | None]]:
 def _finetuned(line: FinetunedLine) -> dict[str, Any]:
     row = line.row
     finetuned = line.finetuned
-    status = "measured"
-    if line.measured is None:
-        status = NOT_SCORED if finetuned else NOT_RUN
     values: dict[str, Any] = {
         "recipe": row.full_name,
         "published_row": " | ".join(row.cells),
         "task": line.figure.task,
         "figure": line.figure.key,
         "published_score": line.published,
-        "status": status,
+        "status": line.status,
     }
     if finetuned:
         values |= {

@@ -113,14 +113,8 @@ def loss_columns(split: str, figures: Iterable[LossFigure]) -> Iterator[Column]:
     over = ", last 10 steps" if split == "training" else ""
     for figure in dict.fromkeys(figures):
         heading = f"{split} {figure.name} ({figure.unit}{over})"
-        of = partial(told, split=split, figure=figure)
+        of = partial(Result.told, split=split, figure=figure)
         yield Column(f"{SPLITS[split]}_{figure.key}", heading, of, "loss")
-
-
-def told(result: Result, split: str, figure: LossFigure) -> float | None:
-    """Return a figure of a split; None: the run does not have it."""
-    losses = getattr(result.losses, split)
-    return figure.of(losses) if losses and figure in result.figures else None
 
 
 @dataclass(frozen=True)

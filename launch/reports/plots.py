@@ -17,6 +17,7 @@ from matplotlib.ticker import EngFormatter
 from launch.console.text_table import loss
 from launch.records.loss_plot import (
     INK,
+    PALETTE,
     CurveName,
     draw_references,
     mean,
@@ -30,16 +31,6 @@ from launch.reports.runs import OOM, Over, Points, ReportedRun
 from recipes.problems import some
 
 FAINT = "#c3c9cf"
-PALETTE = (
-    "#3b82c4",
-    "#d9822b",
-    "#3a9d5d",
-    "#cf4f4f",
-    "#8f6fd1",
-    "#9a7560",
-    "#d06fa6",
-    "#7f8790",
-)
 RUNS_PER_PLOT = len(PALETTE)
 NAMED = 3  # runs in a title
 # One dash pattern per run, so that curves show through each other's gaps; validations have marks.

@@ -149,6 +149,12 @@ class FinetunedLine:
         return self.measured / self.published
 
     @property
+    def status(self) -> str:
+        if self.measured is not None:
+            return "measured"
+        return NOT_SCORED if self.finetuned else NOT_RUN
+
+    @property
     def cells(self) -> tuple[str, ...]:
         """Return the line as text in the columns of FINETUNED_HEADINGS."""
         compared = f"not compared: {self.why_not}" if self.why_not else ""
@@ -157,7 +163,7 @@ class FinetunedLine:
             TASKS[self.figure.task].title.split(",")[0],
             self.figure.name,
             percent(self.published, "not published"),
-            percent(self.measured, NOT_SCORED if self.finetuned else NOT_RUN),
+            percent(self.measured, self.status),
             compared if self.ratio is None else ratio(self.ratio),
             self.finetuned.how if self.finetuned else "",
         )

@@ -120,11 +120,7 @@ class Tables:
             table = self.get(name)
         except ProblemsError:
             return True
-        return (
-            table is not None
-            and bool(table.source)
-            and any(row.published for row in table.rows)
-        )
+        return bool(table and table.source and any(row.published for row in table.rows))
 
     def recipe(self, full_name: str) -> Recipe | None:
         """Return the current recipe of table/row; None if it is missing or invalid."""
@@ -145,18 +141,16 @@ def load(table: Table) -> PublishedTable:
     def cells_of(name: str, published: Any) -> tuple[str, ...]:
         cells, problem = source_cells(published, table.columns)
         if problem:
-            problems.append(
-                Problem("published.row", problem, where=f"{table.name}/{name}")
-            )
+            where = f"{table.name}/{name}"
+            problems.append(Problem("published.row", problem, where=where))
         return cells
 
     for name in table.rows:
         values = table.row(name)
         recipe = None
+        full_name = f"{table.name}/{name}"
         try:
-            recipe = validate(
-                values, f"{table.name}/{name}", table.document, table.paths(name)
-            )
+            recipe = validate(values, full_name, table.document, table.paths(name))
         except RecipeError as error:
             problems += error.problems
         title = (str(values.get("title", "")),)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
@@ -27,31 +26,22 @@ PAGE_BEGINNING = """\
 <head>
 <meta charset="utf-8">
 <meta name="generator" content="megarecipes launch/report.py">"""
-# Status -> CSS class; others: bad.
-STATUS_CLASSES = {
-    "measured": "good",
-    **dict.fromkeys(("not run", "unfinished", "saving"), "idle"),
-}
 
 
 def page(document: ReportDocument) -> str:
     """Render one self-contained HTML page: plots inside, no scripts, no absolute paths of runs."""
     # All text is escaped except the beginning and the style sheet, which are our own.
-    options: dict[str, Any] = {
-        "undefined": StrictUndefined,
-        "trim_blocks": True,
-        "lstrip_blocks": True,
-    }
     environment = Environment(
-        loader=FileSystemLoader(FOLDER), autoescape=True, **options
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+        autoescape=True,
+        loader=FileSystemLoader(FOLDER),
     )
     environment.filters |= {"counted": counted, "number": number, "spread": spread}
     style = Markup((FOLDER / "style.css").read_text(encoding="utf-8"))
     html = environment.get_template("page.html").render(
-        document=document,
-        beginning=Markup(PAGE_BEGINNING),
-        style=style,
-        status_classes=STATUS_CLASSES,
+        document=document, beginning=Markup(PAGE_BEGINNING), style=style
     )
     return without_places(html, document.runs)
 
@@ -77,11 +67,9 @@ def default_directory(
     tables: Sequence[str], labels: Sequence[str], everything: bool
 ) -> Path:
     """Return reports/<table>, reports/<run>-and-<run>, reports/all-tables or reports/runs."""
-    named = [Path(table).stem for table in tables] or labels
-    name = "runs"
-    if everything:
-        name = "all-tables"
-    elif len(named) <= MOST_COMPARED // 2:
+    named = tables or labels
+    name = "all-tables" if everything else "runs"
+    if not everything and len(named) <= MOST_COMPARED // 2:
         name = "-and-".join(named)
     plain = re.sub(r"[^A-Za-z0-9._]+", "-", name).strip("-.")
     return Path("reports") / (plain or "runs")
@@ -99,9 +87,8 @@ def check(directory: Path) -> list[str]:
         raise arguments.refusal(
             "--out", directory, came, rule, "name another directory"
         )
-    return new_output.own_files(
-        "--out", directory, {name: own for name, (_, own) in FORMS.items()}
-    )
+    beginnings = {name: own for name, (_, own) in FORMS.items()}
+    return new_output.own_files("--out", directory, beginnings)
 
 
 def write(document: ReportDocument, directory: Path) -> list[Path]:

@@ -21,6 +21,7 @@ from ds_configs.findings import Notice
 from ds_configs.plan import Plan
 from launch.console.arguments import run_directory
 from launch.machine import description
+from launch.records import admission
 from launch.records.admission import admit
 from launch.records.directory import RunDirectory
 from launch.records.facts import RunFacts, SaveOutcome
@@ -125,6 +126,16 @@ def test_resume_adds_a_launch(tmp_path):
     assert run.resumed and run.notices == ()
     assert len(run.launches()) == 2
     assert len(read_metrics(run.metrics_jsonl).steps) == 3
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [({"zero_stage": 3}, "zero_stage 1, and now it is 3"), ({"dp": 2}, "processes 1, and now it is 2")],
+)
+def test_a_fine_tuning_is_resumed_only_by_the_engine_that_wrote_it(tmp_path, changed, said):
+    with pytest.raises(ValueError, match=f"was trained with {said}: .* resume with 1, or"):
+        admission._refuse_another_engine(tmp_path, plan(), plan(**changed))
+    admission._refuse_another_engine(tmp_path, plan(), plan(padded_vocab=300))
 
 
 def test_resume_may_change_how_the_work_is_done_and_says_so(tmp_path):

@@ -306,7 +306,6 @@ def test_every_objective_has_its_name_in_a_report(tables, tmp_path):
     page = Page()
     page.feed(html)
     by_name = {row[0]: row[1:5] for table in page.tables for row in table}
-    assert by_name["status"][:4] == ["measured"] * 4
     for split, over in (("training", ", last 10 steps"), ("validation", "")):
         of = {name: by_name[f"{split} {name}{over})"] for name in NAMES}
         masked, order, following, total, token = of.values()
