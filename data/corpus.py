@@ -31,7 +31,7 @@ from recipes.schema import BlendPart, Origin, Recipe
 if TYPE_CHECKING:
     from data.samples.streamed_splits import MakeOnce
 
-OPENING = 16  # tokens
+OPENING = 32  # tokens
 OPENING_WORDS = 4
 SHORT_TEXT = 16 << 20  # bytes of files; a vocabulary of that much is trained in seconds
 
@@ -55,7 +55,7 @@ class Corpus:
         named = self.tokenizer.special_tokens_map
         batch = self.validation.take([0]).micro_batch(np.ones(1))
         text = str(self.tokenizer.decode(batch["tokens"][0, :OPENING]))
-        words = text.removeprefix(named.get("cls_token", "")).split()
+        words = text.removeprefix(named.get("cls_token", "")).split()[:-1]  # a part?
         return " ".join([*words[:OPENING_WORDS], named.get("mask_token", "")]).rstrip()
 
 

@@ -37,7 +37,9 @@ def in_recipe(word: str) -> str:
         if way.startswith("--set "):
             keys = way.replace("--set ", "").replace(f"={VALUE}", "")
             return f"did you mean {keys}?"
-    return f"no key says it: {found[0]}" if found else ""
+    if found and found[0].startswith("-"):
+        return f"no key says it: write {found[0]}"
+    return found[0] if found else ""
 
 
 def ways(word: str) -> list[str]:

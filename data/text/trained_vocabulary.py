@@ -295,11 +295,8 @@ def bert_template(
 def _check_size(reached: int, size: int) -> None:
     if reached != size:
         rule = f"the training text yields a vocabulary of only {reached} tokens"
-        fix = (
-            "set ",
-            Setting("model.vocab_size", reached),
-            " or less, or give more text",
-        )
+        smaller = Setting("model.vocab_size", reached)
+        fix = ("--set ", smaller, " or less, or give more text")
         raise ProblemsError.of(
             "model.vocab_size", Setting("model.vocab_size", size), rule, fix
         )

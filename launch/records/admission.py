@@ -131,6 +131,10 @@ def foresee(path: Path, plan: Plan, newest: int | None) -> tuple[str, ...]:
     saved = _plan_of_same_recipe(directory, plan)
     _refuse_cut(directory, plan, newest)
     goes_on = f"resumes {path} after step {newest}"
+    if newest >= plan.recipe.steps:
+        goes_on = (
+            f"{path} is done: all {newest} steps are made, and --steps N trains on"
+        )
     return (goes_on, *_notices_of_changes(saved, plan))
 
 
@@ -143,7 +147,8 @@ def _plan_of_same_recipe(directory: RunDirectory, plan: Plan) -> Plan:
         raise ValueError(
             f"{directory.path} holds a run of another recipe, and a run is never overwritten: name another "
             "directory with --out, or give these keys the values that are there (--steps N trains longer and "
-            "keeps the schedule; --init_from starts another run from its weights). They differ in (there -> "
+            "keeps the schedule; --branch goes on from a checkpoint with another rate, batch or text, and "
+            "--init_from with its weights alone). They differ in (there -> "
             f"now):{differ}"
         )
     return saved

@@ -11,7 +11,7 @@ from matplotlib.font_manager import findfont, get_font
 
 from launch.console.text_table import loss, number
 from launch.records.loss_plot import INK, PANELS, QUIET, draw_losses, without_formulas
-from launch.records.metrics import Records
+from launch.records.metrics import Records, stretches
 from launch.records.result import Result
 from recipes.problems import counted
 
@@ -50,9 +50,10 @@ def draw_card(
         ("speed", f"{per_second} tokens/s, {per_step} s per step"),
         ("trained for", f"{counted(result.steps, 'step')}, {result.amount}"),
     ]
-    if usd_per_gpu_hour and result.layout and result.seconds:
-        usd = usd_per_gpu_hour * result.layout.world * result.seconds / 3600
-        facts.append(("cost", f"${number(usd)} at ${usd_per_gpu_hour:g} a GPU-hour"))
+    if usd_per_gpu_hour and records.launches:
+        usd = usd_per_gpu_hour * process_seconds(records) / 3600
+        price = f"${usd_per_gpu_hour:g} an hour of a process"
+        facts.append(("cost", f"${usd:,.2f} at {price}"))
     y = 0.85
     for name, text in facts:
         value = shortened(text, VALUE_WIDTH, 2)
@@ -66,6 +67,16 @@ def draw_card(
     named(0.97, 0.04, f"{result.recipe}, trained by megarecipes", ha="right")
     without_formulas(card)
     card.savefig(out, format="png")
+
+
+def process_seconds(records: Records) -> float:
+    """Return the seconds of the run's own steps, each as often as its launch had processes."""
+    total = 0.0
+    for stretch in stretches(records):
+        if stretch.how:
+            seconds = sum(record.seconds for record in stretch.steps)
+            total += seconds * stretch.how.layout.world
+    return total
 
 
 def shortened(text: str, width: int, lines: int) -> str:

@@ -37,8 +37,9 @@ KINDS = {
 DIVERGED_ADVICE = """Nothing more can be learned from here.
   - metrics.jsonl shows the grad norm before this step: if it grew, lower optimizer.lr, lengthen
     schedule.warmup_steps or set optimizer.clip
-  - fp16 overflows where bf16, which needs no loss scale, does not: ds_configs/bf16.json, --set precision=bf16
-  - --resume continues from the last checkpoint; if it ends so again at once, move that step-NNNNNN away"""
+  - in fp16: it overflows where bf16, which needs no loss scale, does not (--set precision=bf16)
+  - --resume continues from the last checkpoint, if one was saved; if it ends so again at once, move that
+    step-NNNNNN away; --branch RUN@STEP goes on from an earlier one with another rate"""
 
 
 class StopRequest:

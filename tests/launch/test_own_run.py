@@ -99,7 +99,9 @@ def test_a_plan_says_what_a_resume_would_change_and_changes_nothing(runs, tmp_pa
     words = ["--resume", "--out", there.path, "--ds_config", "zero2", "--set", "parallel.tp=2"]
     notices = [notice.text for notice in planned("--plan", *words).plan.notices]
     assert {"resumed with layout.tp: 1 -> 2", "resumed with zero_stage: 1 -> 2"} <= {*notices}
-    assert notices[0] == f"resumes {there.path} after step 8"
+    assert notices[0] == f"{there.path} is done: all 8 steps are made, and --steps N trains on"
+    more = planned("--plan", *words, "--steps", 20).plan.notices
+    assert more[0].text == f"resumes {there.path} after step 8" and not more[0].differs
     with pytest.raises(ValueError, match="has 8 steps done"):
         planned("--plan", *words[:3], "--steps", 7)
     with pytest.raises(ValueError, match="optimizer.lr: 0.0005 -> 0.001"):

@@ -169,8 +169,8 @@ def test_a_value_with_a_blank_is_quoted():
     [
         ("learning_rate", "did you mean optimizer.lr?"),
         ("data.dataset_name", "did you mean data.source=hub data.name?"),
-        ("output-dir", "no key says it: --out VALUE"),
-        ("logging_steps", "no key says it: every step is in RUN/metrics.jsonl"),
+        ("output-dir", "no key says it: write --out VALUE"),
+        ("logging_steps", "every step is in RUN/metrics.jsonl"),
     ],
 )
 def test_a_key_of_others_is_answered_with_ours(key, said):

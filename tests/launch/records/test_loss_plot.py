@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -13,7 +14,7 @@ from PIL import Image
 from launch.records.card import draw_card
 from launch.records.facts import Entropies, Parts, StepRecord
 from launch.records.loss_plot import CurveName, moving_average, plot_loss, step_ticks, write_in_margin
-from launch.records.metrics import BranchRecord, Records, ValidationRecord
+from launch.records.metrics import BranchRecord, LaunchRecord, Records, SpeedSettings, ValidationRecord
 from launch.records.result import HeldOutLoss, Losses, Result, Speed, TrainingLoss
 from recipes.families import MASKED_FIGURES, TOKEN_FIGURES
 from recipes.layout import Layout
@@ -128,7 +129,12 @@ def test_a_card_has_what_was_trained_and_what_came_out(drawn, tmp_path):
     speed = Speed(0.5, 55, tokens_per_s=2048.0)
     sample = "My fellow\n\n\ncitizens " + "word " * 200
     records, result = run_of(tokens=61440, seconds=1800.0, steps=60, speed=speed, sample=sample)
-    draw_card(records, result, tmp_path / "card.png", usd_per_gpu_hour=2.5)
+    how = partial(SpeedSettings, "zero1", zero_stage=1, offload="none", precision="bf16")
+    how = partial(how, activation_checkpointing="none", implementation="megarecipes", hardware="")
+    layouts = (0, Layout(1, 1, 2, 4, 1, 8)), (40, Layout(2, 1, 4, 2, 1, 8))
+    launches = tuple(LaunchRecord(step, how(layout=layout)) for step, layout in layouts)
+    records = replace(records, launches=launches)
+    draw_card(records, result, tmp_path / "card.png", usd_per_gpu_hour=250.0)
     panel, outside = drawn
     assert Image.open(tmp_path / "card.png").size == (1200, 630)
     assert {"training 5.0872", "validation 5.1234"} <= {*panel}
@@ -138,7 +144,7 @@ def test_a_card_has_what_was_trained_and_what_came_out(drawn, tmp_path):
         "tp 2 x pp 1 x dp 4, ZeRO-1, offload none, bf16",
         "2,048 tokens/s, 0.5 s per step",
         "60 steps, 61,440 tokens in 30 minutes",
-        "$10 at $2.5 a GPU-hour",
+        "$8.33 at $250 an hour of a process",  # 40 steps of half a second on 2, 20 on 8
     ):
         assert said in outside
     (written,) = (text for text in outside if text.startswith("My fellow citizens"))

@@ -218,19 +218,17 @@ def outcome(step, loss, norm=1.0):
 
 def test_a_figure_far_above_is_said_once_and_warm_up_never():
     said = []
-    bounds = FigureBounds(SimpleNamespace(recorder=SimpleNamespace(say=said.append)))
+    bounds = FigureBounds(SimpleNamespace(recorder=SimpleNamespace(warn=said.append)))
     for step in range(1, 200):
         bounds.after_step(outcome(step, 3 + 7 * 0.98**step + 0.1 * (step % 5), 4 * 0.97**step + 0.5))
     assert said == []
     for step in range(200, 210):
         bounds.after_step(outcome(step, 30.0, 800.0))
-    assert len(said) == 1 and said[0].startswith(
-        "WARNING: the loss of step 200 is 30, far above the usual 3."
-    )
+    assert len(said) == 1 and said[0].startswith("the loss of step 200 is 30, far above the usual 3.")
 
 
 def test_a_last_loss_far_above_the_first_is_no_end():
-    run = SimpleNamespace(recorder=SimpleNamespace(say=print), recipe=SimpleNamespace(steps=20), done=20)
+    run = SimpleNamespace(recorder=SimpleNamespace(warn=print), recipe=SimpleNamespace(steps=20), done=20)
     bounds = FigureBounds(run)
     for step in range(20):
         bounds.after_step(outcome(step, 9.0))

@@ -32,7 +32,7 @@ def run_of(engine, steps, directory):
     run = SimpleNamespace(
         engine=engine, before_step=[], grid=SimpleNamespace(control_group=None),
         recipe=SimpleNamespace(run=SimpleNamespace(profiled=steps)),
-        job=SimpleNamespace(directory=directory), recorder=SimpleNamespace(say=said.append),
+        job=SimpleNamespace(directory=directory), recorder=SimpleNamespace(warn=said.append),
     )  # fmt: skip
     return run, said
 
@@ -69,7 +69,7 @@ def test_a_full_disk_costs_the_trace_alone(tmp_path, monkeypatch):
     profiler = profiling.StepProfiler(run)
     run.before_step[0](1)
     profiler.after_step(StepRecord(1, 1.0, False))
-    assert said[0].startswith(f"WARNING: no trace of a rank: {tmp_path / 'profile'}")
+    assert said[0].startswith(f"no trace of a rank: {tmp_path / 'profile'}")
 
 
 def test_a_trace_is_named_by_the_steps_that_it_holds(tmp_path, monkeypatch):
