@@ -296,7 +296,7 @@ def _check_size(reached: int, size: int) -> None:
     if reached != size:
         rule = f"the training text yields a vocabulary of only {reached} tokens"
         smaller = Setting("model.vocab_size", reached)
-        fix = ("--set ", smaller, " or less, or give more text")
+        fix = ("set ", smaller, " or less, or give more text")
         raise ProblemsError.of(
             "model.vocab_size", Setting("model.vocab_size", size), rule, fix
         )

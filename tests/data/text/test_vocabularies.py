@@ -127,7 +127,7 @@ def test_wordpiece_lowercases_and_strips_accents_and_puts_special_tokens_around_
 @pytest.mark.parametrize(
     ("train", "sentences", "size", "said"),
     [
-        (train_wordpiece, 50, 4000, r"only (\d+) tokens; --set model.vocab_size=\1 or less"),
+        (train_wordpiece, 50, 4000, r"only (\d+) tokens; set model.vocab_size=\1 or less"),
         (train_wordpiece, 50, 20, r"with (\d+) special .*; set model.vocab_size to \1 or more"),
         (train_bpe, 5, 4000, "yields a vocabulary of only"),
     ],
