@@ -23,8 +23,8 @@ from data.corpus import build
 from ds_configs.resolver import resolve
 from launch.checkpoints import run_checkpoints
 from launch.checkpoints.stored import load_weights
+from launch.deepspeed_fixes import zero0
 from launch.deepspeed_fixes.short_steps import FlatStep
-from launch.deepspeed_fixes.zero0 import MasterWeights
 from launch.ranks import ending, processes
 from launch.records.facts import RunFacts
 from launch.training.job import Job
@@ -44,17 +44,17 @@ COMMON = (
 
 
 @contextlib.contextmanager
-def rounded_norms(kind: type, method: str):
-    """Round what `kind.method` returns to 12 bits; yields the list of what it returned."""
-    original, seen = getattr(kind, method), []
+def rounded_norms(kind: object, name: str):
+    """Round what `kind.name` returns to 12 bits; yields the list of what it returned."""
+    original, seen = getattr(kind, name), []
 
-    def rounded(self):
-        norm = original(self)
+    def rounded(*of):
+        norm = original(*of)
         seen.append(float(norm))
         mantissa, exponent = torch.frexp(norm)
         return torch.ldexp((mantissa * 2**12).round(), exponent - 12)
 
-    with mock.patch.object(kind, method, rounded):
+    with mock.patch.object(kind, name, rounded):
         yield seen
 
 
@@ -76,7 +76,8 @@ def train(case: dict, ds_config: str, out: Path) -> dict:
     torch.distributed.barrier()
     plan = resolve(recipe, directory / "ds.json", processes.world_size(), resuming.MACHINE)
     records = resuming.Records()
-    with rounded_norms(MasterWeights if ds_config == "zero0" else FlatStep, "_norm") as norms:
+    norm = (zero0, "gradient_norm") if ds_config == "zero0" else (FlatStep, "norm_over_ranks")
+    with rounded_norms(*norm) as norms:
         job = Job(RunFacts(plan, case["name"]), directory)
         corpus, grid = build(recipe, say=records.say), ProcessGrid(case["tp"], 1, case["dp"])
         train_run(Start(job, records, corpus, grid))
