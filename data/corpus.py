@@ -54,8 +54,14 @@ class Corpus:
         """Return the first words of the held-out text, and a mask behind them where the vocabulary has one."""
         named = self.tokenizer.special_tokens_map
         batch = self.validation.take([0]).micro_batch(np.ones(1))
-        text = str(self.tokenizer.decode(batch["tokens"][0, :OPENING]))
-        words = text.removeprefix(named.get("cls_token", "")).split()[:-1]  # a part?
+        tokens = batch["tokens"][0].copy()
+        first = 0
+        if "positions" in batch:  # of masked tokens, which are put back
+            masked = batch["weights"][0] > 0
+            tokens[batch["positions"][0][masked]] = batch["labels"][0][masked]
+            first = 1  # a segment may begin within a word
+        text = str(self.tokenizer.decode(tokens[:OPENING]))
+        words = text.removeprefix(named.get("cls_token", "")).split()[first:-1]
         return " ".join([*words[:OPENING_WORDS], named.get("mask_token", "")]).rstrip()
 
 

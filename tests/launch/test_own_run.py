@@ -176,6 +176,8 @@ def test_a_branch_keeps_what_it_is_of_and_what_it_changes(runs):
     assert result.speed.steps == 3 and result.losses.training.steps == 4, "of its own steps alone"
     lines = dict(describe_branch(branch))
     assert "schedule.kind: cosine -> wsd" in lines["  changed"] and "32 samples" in lines["  data"]
+    validated = [each.step for each in read_metrics(runs / "cooled" / "metrics.jsonl").validations]
+    assert validated == [0, 4, 8], "also where it begins"
     read = read_run(runs / "cooled", "cooled", lambda name: None)
     assert not read.problems and [step for step, _ in read.training] == [*range(1, 9)]
 
