@@ -259,10 +259,12 @@ def checked_job(args: argparse.Namespace) -> Job:
 def beginning_of(args: argparse.Namespace) -> Beginning:
     """Find what the flags begin with. Raises ProblemsError."""
     run, branch_point = source_of(args)
+    named = run.named if run else catalog.find(args.recipe)
+    if not run and named.of_run:
+        run = run_of(named)
     adoption = None
     weights = None
     if run:
-        named = run.named
         weights = weights_of(run) if args.resume and not branch_point else None
     elif args.adopt is not None:
         from launch.weights.adoption import Adoption
@@ -270,10 +272,16 @@ def beginning_of(args: argparse.Namespace) -> Beginning:
         adoption = Adoption.of(args.adopt, args)
         named = adoption.named_recipe
     if args.init_from is not None:
-        weights = given_weights(args, run)
+        from launch.weights.starting_model import StartingModel
+
+        chosen = args.recipe if "recipe" in args.given else None
+        weights = StartingModel(
+            args.init_from,
+            stated=args.weights_args,
+            recipe=run.path if run else chosen,
+            insists=args.new_vocabulary,
+        )
         named = weights.named_recipe
-    elif not (run or adoption):
-        named = catalog.find(args.recipe)
     shrinks = args.tiny and not (run and run.tiny)
     return Beginning(named, run, branch_point, adoption, weights, shrinks)
 
@@ -316,10 +324,10 @@ def recipe_of(
 
 def config_of(args: argparse.Namespace, beginning: Beginning, recipe: Recipe) -> str:
     """Return the DeepSpeed JSON of the run: the flags' one, that of the run that goes on, or the recipe's."""
-    config: str = args.follow or args.ds_config or recipe.ds_config
-    named = args.follow or args.ds_config or arguments.stated(args.set, "ds_config")
-    if beginning.run and not named:
-        config = beginning.run.ds_config
+    given = args.follow or args.ds_config
+    if beginning.run and not (given or arguments.stated(args.set, "ds_config")):
+        given = beginning.run.ds_config
+    config: str = given or recipe.ds_config
     return beginning.adoption.with_scaling(config) if beginning.adoption else config
 
 
@@ -381,31 +389,17 @@ def sample(
 def source_of(
     args: argparse.Namespace,
 ) -> tuple[RecordedRun | None, BranchPoint | None]:
-    """Return the run whose recipe is taken, and the checkpoint of it that a branch begins from."""
-    source = resumed_run(args)
-    if source:
-        return source, None
+    """Return the run that is resumed or branched off from, and the checkpoint that a branch begins from."""
+    run = resumed_run(args)
+    if run:
+        return run, None
     if args.branch is not None:
         from launch.checkpoints.branching import BranchPoint
 
         point = BranchPoint.of(args.branch)
         arguments.check_outside("--out", args.out, point.run.path)
         return point.run, point
-    named = "recipe" in getattr(args, "given", ())
-    return (run_of_recipe(args.recipe) if named else None), None
-
-
-def given_weights(args: argparse.Namespace, run: RecordedRun | None) -> StartingModel:
-    """Read the model of --init_from; the recipe of `run`, or that of --recipe, is compared with it."""
-    from launch.weights.starting_model import StartingModel
-
-    recipe: str | Path | None = args.recipe if "recipe" in args.given else None
-    return StartingModel(
-        args.init_from,
-        stated=args.weights_args,
-        recipe=run.path if run else recipe,
-        insists=args.new_vocabulary,
-    )
+    return None, None
 
 
 def followed_json(args: argparse.Namespace, beginning: Beginning) -> FollowedJson:
@@ -457,21 +451,18 @@ def resumed_run(args: argparse.Namespace) -> RecordedRun | None:
     return run
 
 
-def run_of_recipe(name: str) -> RecordedRun | None:
-    """Return the run that --recipe names; None: it names a row. Raises ProblemsError: the run is a branch."""
-    named = catalog.find(name)
-    if not named.of_run:
-        return None
+def run_of(named: NamedRecipe) -> RecordedRun:
+    """Read the run that --recipe names. Raises ProblemsError: it is a branch."""
     from launch.records.recorded_run import RecordedRun
 
-    run = RecordedRun.read(Path(named.name), "--recipe")
-    if run.recipe.branch is not None:
-        began = run.recipe.branch
-        came = f"{name} is a branch of {began}"
+    began = named.recipe.branch
+    if began is not None:
+        came = f"{named.name} is a branch of {began}"
         rule = "a new run begins at step 0"
         fix = f"begin another one with --branch {began.run}@{began.step}, or take --recipe {began.run}"
-        raise ProblemsError.of("--recipe", came, rule, fix, where=f"--recipe {name}")
-    return run
+        where = f"--recipe {named.name}"
+        raise ProblemsError.of("--recipe", came, rule, fix, where=where)
+    return RecordedRun.of(named)
 
 
 def weights_of(run: RecordedRun) -> StartingModel | None:

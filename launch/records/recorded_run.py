@@ -44,11 +44,17 @@ class RecordedRun:
     @classmethod
     def read(cls, path: Path, flag: str) -> RecordedRun:
         """Read a run directory, which `flag` names. Raises ProblemsError."""
+        return cls.of(RunDirectory(path).named_recipe(flag))
+
+    @classmethod
+    def of(cls, named: NamedRecipe) -> RecordedRun:
+        """Read the rest of the directory of a run's recipe. Raises ProblemsError."""
+        path = Path(named.name)
         at = RunDirectory(path)
-        named = at.named_recipe(flag)
-        recipe = named.recipe
         has_original = at.original_yaml.is_file()
-        original = catalog.load_resolved(at.original_yaml) if has_original else recipe
+        original = (
+            catalog.load_resolved(at.original_yaml) if has_original else named.recipe
+        )
         launches = at.launches()
         launch = launches[-1] if launches else None
         given = next(at.ds_config_given.glob("*.json"), at.ds_config_json)
