@@ -38,9 +38,11 @@ def number(value: Any) -> str:
 
 
 def short(value: float | None) -> str:
-    """Write a value for a narrow screen: 512, 14.3, 3,657, 65.5k, 1.2M; "-" for None."""
+    """Write a value for a narrow screen: 512, 14.3, 3,657, 65.5k, 1.2M, 8.3B; "-" for None."""
     if value is None:
         return "-"
+    if value >= 1e9:
+        return f"{value / 1e9:.3g}B"
     if value >= 1e6:
         return f"{value / 1e6:.3g}M"
     if value >= 1e4:

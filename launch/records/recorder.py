@@ -36,7 +36,7 @@ from launch.records.facts import (
 from launch.records.metrics import ValidationRecord, finite_parts, rates
 from launch.records.plan_text import Surroundings, describe_plan
 from recipes.families import LossFigure
-from recipes.problems import counted, system_error, system_problem, visible
+from recipes.problems import amount, counted, system_error, system_problem, visible
 
 if TYPE_CHECKING:
     from launch.records.result import Result
@@ -222,7 +222,7 @@ class Recorder(SilentRecorder):
                 lost = f"WARNING: no checkpoint of step {saved.step}: {saved.problem}"
                 self._screen.line(lost, terminal.YELLOW)
                 return
-            rate = f"{short(saved.bytes)}B at {short(per_second)}B/s"
+            rate = f"{amount(saved.bytes)} at {amount(per_second)}/s"
             waited = f"training waited {saved.blocking_seconds:.2g} s"
             self._screen.line(f"step {saved.step}: checkpoint, {rate}; {waited}")
 

@@ -14,9 +14,6 @@ PACKAGED = "the State of the Union addresses"
 def title_of(recipe: Recipe) -> str:
     """Return the title of what a recipe trains, such as "GPT-2 of 14M parameters on my.txt"."""
     parameters = cost.parameters(recipe.model, recipe.positions)
-    size = short(parameters)
-    if parameters >= 1e9:
-        size = f"{parameters / 1e9:.3g}B"
     data = " + ".join(_named(*text) for text in texts(recipe.data))
     task = recipe.task
     if task is not None:
@@ -25,7 +22,7 @@ def title_of(recipe: Recipe) -> str:
         data = TASKS[task.name].title.partition(",")[0]
         if task.train:
             data = f"{Path(task.train).name} ({data})"
-    return f"{recipe.model.facts.title} of {size} parameters on {data}"
+    return f"{recipe.model.facts.title} of {short(parameters)} parameters on {data}"
 
 
 def texts(data: Data) -> list[tuple[str, str | None]]:

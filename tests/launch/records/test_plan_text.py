@@ -8,7 +8,7 @@ import pytest
 from recorded import plan
 
 from ds_configs.findings import Notice
-from launch.console.text_table import flops
+from launch.console.text_table import flops, short
 from launch.records.plan_text import Surroundings, about, describe_plan
 from recipes.problems import amount
 
@@ -47,6 +47,7 @@ def test_sizes_rates_and_times_are_written_in_a_unit_that_fits():
         "less than a minute", "about 1 minute", "about 2 hours", "about 12 days"
     ]  # fmt: skip
     assert [flops(rate) for rate in (None, 0.001397, 36.184)] == ["–", "1.397 GFLOPS", "36.18 TFLOPS"]
+    assert [short(number) for number in (13_891_584, 8.3e9)] == ["13.9M", "8.3B"]
     assert [amount(size) for size in (4.74e6, 999.4e9, 999.6e9, 2e15)] == [
         "4.74 MB", "999 GB", "1 TB", "2,000 TB"
     ]  # fmt: skip
