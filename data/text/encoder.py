@@ -170,7 +170,9 @@ class Encoder:
         """
         texts = [sentence for document in documents for sentence in document]
         batches = group_items(texts, len, self._batch_characters)
-        tokens = (ids for batch in batches for ids in self._tokens(batch, []))
+        tokens = itertools.chain.from_iterable(
+            self._tokens(batch, []) for batch in batches
+        )
         encoded = []
         for document in documents:
             of_sentences = itertools.islice(tokens, len(document))

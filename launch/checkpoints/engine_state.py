@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property, partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -113,7 +114,7 @@ class EngineState:
             return tuple(map(_flat_group, zero.bf16_groups, masters))
         if self._master_weights is not None:
             return tuple(_whole(*pair) for pair in self._master_weights.pairs)
-        every = (each for group in zero.param_groups for each in group["params"])
+        every = chain.from_iterable(group["params"] for group in zero.param_groups)
         return tuple(_whole(parameter, parameter) for parameter in every)
 
     @property

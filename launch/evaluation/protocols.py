@@ -220,7 +220,8 @@ def _check_variant(
     whole = "".join(each["before"] + each["last_word"] for each in passages)
     lower = whole == whole.lower()
     if lower != (variant == "original"):
-        other, letters = ("original", "no capital") if lower else ("openai", "capitals")
+        other = "original" if lower else "openai"
+        letters = "no capital" if lower else "capitals"
         came = f"--variant {variant} with {source}, which has {letters}"
         rule = "the original text is in lower case, and OpenAI's is not"
         raise ProblemsError.of(

@@ -187,7 +187,10 @@ def first_host(written: str) -> str:
 def tasks_per_node(written: str) -> list[int]:
     """Parse the tasks of each node, in order: "4(x2),3" is 4, 4, 3."""
     counts = re.findall(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", written)
-    return [int(count) for count, times in counts for _ in range(int(times or 1))]
+    tasks = list[int]()
+    for count, times in counts:
+        tasks += [int(count)] * int(times or 1)
+    return tasks
 
 
 def _slurm(environ: Environ) -> LaunchStart | None:

@@ -126,7 +126,7 @@ def foresee(path: Path, plan: Plan, newest: int | None) -> tuple[str, ...]:
     `newest`: steps of its newest whole checkpoint.
     """
     directory = RunDirectory(path)
-    if newest is None or not directory.recipe_yaml.exists():
+    if newest is None:
         return (f"{path} holds no checkpoint to resume",)
     saved = _plan_of_same_recipe(directory, plan)
     _refuse_cut(directory, plan, newest)

@@ -52,8 +52,8 @@ def draw_card(
     ]
     if usd_per_gpu_hour and records.launches:
         usd = usd_per_gpu_hour * process_seconds(records) / 3600
-        price = f"${usd_per_gpu_hour:g} an hour of a process"
-        facts.append(("cost", f"${usd:,.2f} at {price}"))
+        cost = f"${usd:,.2f} at ${usd_per_gpu_hour:g} an hour of a process"
+        facts.append(("cost", cost))
     y = 0.85
     for name, text in facts:
         value = shortened(text, VALUE_WIDTH, 2)

@@ -168,7 +168,9 @@ def assemble(
         if made.runs or made.finetuned or table.name in asked:
             sections.append(made)
     sections.sort(key=lambda each: not each.runs)
-    placed = [run for each in sections for run in each.runs]
+    placed = list[ReportedRun]()
+    for each in sections:
+        placed += each.runs
     strangers = [run for run in shown if run not in placed]
     if strangers:
         table = _table_of_strangers(strangers)

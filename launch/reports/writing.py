@@ -48,7 +48,7 @@ def page(document: ReportDocument) -> str:
 
 def without_places(html: str, runs: Sequence[ReportedRun]) -> str:
     """Name each absolute path of a run by the fewest last parts that tell it from the others."""
-    places = {place for run in runs for place in run.places}
+    places = set[Path]().union(*(run.places for run in runs))
     longest_first = sorted(places, key=lambda each: len(str(each)), reverse=True)
     for place, name in zip(longest_first, labels(longest_first), strict=True):
         whole = re.escape(escape(place)) + r"(?![\w-])"

@@ -224,8 +224,8 @@ def job_of(
         arguments.directory("--out", directory)
     compiled, why_not = compiles(args.compile, plan, machine)
     if why_not is not None:
-        warn_on_rank_0(why_not)
-    if args.plan and args.resume:
+        say_on_rank_0(why_not, terminal.warn)
+    if args.plan and args.resume and processes.rank() == 0:
         plan = with_resume(plan, directory)
     facts = replace(
         facts,
@@ -233,7 +233,7 @@ def job_of(
         machine=description.describe() if processes.rank() == 0 else {},
         emulated_fp16=machine.emulated_fp16,
         initial_weights=weights.record() if weights else None,
-        seconds=eager_seconds(plan, machine) if plan.recipe.task is None else None,
+        seconds=eager_seconds(plan, machine),
         recipe_of=None if facts.recipe_of == directory else facts.recipe_of,
     )
     return Job(
@@ -246,10 +246,10 @@ def with_resume(plan: Plan, directory: Path) -> Plan:
     from launch.records.admission import foresee
 
     whole, _ = first_whole(found(directory / "checkpoints"))
-    said = foresee(directory, plan, whole.step if whole else None)
-    notices = [Notice("resume", said[0], differs=False)]
-    notices += [Notice("resume", text) for text in said[1:]]
-    return replace(plan, notices=(*notices, *plan.notices))
+    goes_on, *changed = foresee(directory, plan, whole.step if whole else None)
+    first = Notice("resume", goes_on, differs=False)
+    others = (Notice("resume", text) for text in changed)
+    return replace(plan, notices=(first, *others, *plan.notices))
 
 
 def open_run_directory(job: Job) -> RunDirectory | None:
@@ -283,7 +283,7 @@ def make_quick_checks(job: Job) -> None:
     checks.refuse(made)
     for check in made:
         if check.verdict == "warning":
-            warn_on_rank_0(f"{check.found}; {check.fix}")
+            say_on_rank_0(f"{check.found}; {check.fix}", terminal.warn)
 
 
 @contextlib.contextmanager
@@ -353,9 +353,8 @@ def run(job: Job, directory: RunDirectory | None, meeting: Meeting) -> None:
         given = job.initial_weights
         failure = agreement.kernel_failure(grid.control_group)
         if failure:
-            warn_on_rank_0(
-                f"nothing is compiled for the GPU, torch's own kernels run: {failure}"
-            )
+            why = "nothing is compiled for the GPU, torch's own kernels run"
+            say_on_rank_0(f"{why}: {failure}", terminal.warn)
             fusing.give_up()
             job = replace(job, compiled=False)
         start_weights = given.directory if given else None
@@ -442,14 +441,9 @@ def choose_checkpoint(job: Job, grid: ProcessGrid, corpus: Corpus) -> Checkpoint
     return chosen
 
 
-def say_on_rank_0(text: str) -> None:
+def say_on_rank_0(text: str, say: Callable[[str], None] = terminal.say) -> None:
     if processes.rank() == 0:
-        terminal.say(text)
-
-
-def warn_on_rank_0(text: str) -> None:
-    if processes.rank() == 0:
-        terminal.warn(text)
+        say(text)
 
 
 def open_recorder(

@@ -51,15 +51,15 @@ class Validations:
         last = step == run.recipe.steps
         if not (last or due(step, run.recipe.run.validate_every)):
             return
-        found = self.measure(self.batches)
-        run.recorder.validation(step, found)
+        losses = self.measure(self.batches)
+        run.recorder.validation(step, losses)
         if run.engine.monitor.enabled:
             from launch.training import monitor
 
-            monitor.write(run, "validation", found)
+            monitor.write(run, "validation", losses)
         if last and run.corpus.test is not None:
-            tested = self.measure(self._batches_of(run.corpus.test))
-            run.recorder.validation(step, tested, "test")
+            losses = self.measure(self._batches_of(run.corpus.test))
+            run.recorder.validation(step, losses, "test")
         if run.corpus.skipped:
             self._name_skipped_records()
 
@@ -68,9 +68,11 @@ class Validations:
     def _name_skipped_records(self) -> None:
         """Name the broken stream records that were skipped on any rank since the last call."""
         run = self._run
-        own = [each for skipped in run.corpus.skipped for each in skipped.found()]
-        found = sorted(processes.texts_of_all(own, run.grid.control_group))
-        new = [each for each in found if each not in self._named]
+        own = list[str]()
+        for skipped in run.corpus.skipped:
+            own += skipped.found()
+        told = processes.texts_of_all(own, run.grid.control_group)
+        new = sorted(set(told) - self._named)
         if new:
             self._named.update(new)
             run.recorder.say(

@@ -15,7 +15,7 @@ from launch.weights.foreign_weights import KEY, RunWeights
 from launch.weights.initial_weights import TOKENIZERS, GivenModel, InitialWeights
 from recipes import catalog
 from recipes.families import PUBLISHED_VOCABULARIES, TRAINED
-from recipes.key_paths import is_part, key_of
+from recipes.key_paths import key_of
 from recipes.problems import Problem
 from recipes.schema import Recipe
 
@@ -80,10 +80,9 @@ class StartingModel(InitialWeights):
 
         `texts`: of --set.
         """
-        keys = [*map(key_of, texts)]
-        if self.recipe is not None or any(
-            is_part(key, ("optimizer", "schedule")) for key in keys
-        ):
+        own = ("optimizer", "schedule")
+        said = any(key_of(text).startswith(own) for text in texts)
+        if said or self.recipe is not None:
             return {}
         return {"optimizer.lr": GIVEN_RATE, "schedule.min_lr": 0.0}
 
