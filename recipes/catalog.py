@@ -29,6 +29,7 @@ from recipes.validation import validate
 
 FLAG = "--recipe"
 DEFAULT_RECIPE = "default/sotu"
+CURVES = FOLDER / "curves"
 # for given weights of that family
 BY_FAMILY = {"gpt2": DEFAULT_RECIPE, "bert": "bert/sotu"}
 
@@ -171,6 +172,14 @@ def digest(recipe: Recipe) -> str:
     # sound data have none, and a run reports skips
     del values["steps"], values["data"]["broken_records"]
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def curve_file(recipe: Recipe, name: str) -> Path | None:
+    """Return the file of a recipe's reference curve; None: it has none. `name`: table/row."""
+    if recipe.curve is not None:
+        return files.path_of(recipe.curve, "curve")
+    ours = CURVES / f"{name.replace('/', '-')}.json"
+    return ours if ours.is_file() else None
 
 
 def tables(folder: Path = FOLDER) -> list[Table]:

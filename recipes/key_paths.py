@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from recipes.problems import nearest
-from recipes.schema import Recipe
+from recipes.schema import Recipe, Run
 
 Path = Sequence[str | int]  # of keys, and indices of the parts of a list
 Difference = tuple[str, Any, Any]  # dotted key, old value, new value
@@ -161,6 +161,7 @@ NO_NUMBER = frozenset(
         "title",
         "run",
         "ds_config",
+        "curve",
         "parallel",
         "hardware",
         "published",
@@ -231,6 +232,25 @@ _TEXT = {
 }
 TEXT = Keys(_TEXT, but={"data.streaming"})
 TEXT_OF_GPT = Keys(_TEXT, but={"data.streaming", "data.masking"})
+# Decide the loss curve, but for the seed: the fingerprint of a reference curve. The end of the schedule is
+# one of them, the end of the run is not: a short run is the beginning of a long one.
+_NOT_OF_VALIDATION = {f"run.{key}" for key in children(Run)} - {
+    "run.validation_samples"
+}
+CURVE = Keys(but={*RESUMABLE - {"run"}, *_NOT_OF_VALIDATION, "seed", "branch"})
+# Of these, where text and vocabulary were found: their checksums say more.
+PLACES = Keys(
+    {
+        "data.source",
+        "data.name",
+        "data.config",
+        "data.revision",
+        "data.split",
+        "data.text_column",
+        "data.documents",
+        "data.tokenizer",
+    }
+)
 # Decide the weights of a pretraining.
 PRETRAINED = Keys(
     {

@@ -690,6 +690,9 @@ class Recipe(Strict):
     run: Run = Run()
     ds_config: str = "zero1"
     """file of ds_configs/ (without .json) that the recipe is run with by default"""
+    curve: str | None = None
+    """file of the reference curve that runs are judged by, as `launch/recipe.py curve` makes one; null: that in
+    recipes/curves/ of the row's name, or none"""
     hardware: Hardware | None = None
     published: Published | None = None
     inferred: dict[str, str] = {}

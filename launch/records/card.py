@@ -12,6 +12,7 @@ from matplotlib.font_manager import findfont, get_font
 from launch.console.text_table import loss, number
 from launch.records.loss_plot import INK, PANELS, QUIET, draw_losses, without_formulas
 from launch.records.metrics import Records, stretches
+from launch.records.reference import Reference
 from launch.records.result import Result
 from recipes.problems import counted
 
@@ -25,9 +26,16 @@ SAMPLE_WIDTH = 118
 
 
 def draw_card(
-    records: Records, result: Result, out: Path, usd_per_gpu_hour: float | None = None
+    records: Records,
+    result: Result,
+    out: Path,
+    usd_per_gpu_hour: float | None = None,
+    reference: Reference | None = None,
 ) -> None:
-    """Draw the card of a run; `usd_per_gpu_hour`: the price of one of its processes."""
+    """Draw the card of a run; `usd_per_gpu_hour`: the price of one of its processes.
+
+    `reference`: the runs that it is judged by.
+    """
     card = Figure(figsize=SIZE, dpi=100)
     write = partial(card.text, color=INK, va="top")
     named = partial(write, color=QUIET, fontsize=9)
@@ -36,7 +44,7 @@ def draw_card(
     axes = card.add_axes(CURVE)
     axes.set_title(str(figure), loc="left", fontsize=10, color=QUIET)
     axes.set_xlabel("optimizer step", fontsize=10, color=QUIET)
-    draw_losses(axes, records, result, figure)
+    draw_losses(axes, records, result, figure, reference)
     facts = [] if result.status == "ok" else [("status", result.status)]
     for each in result.figures[:PANELS]:
         text = f"{loss(result.told('validation', each))} {each.unit}"

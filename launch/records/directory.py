@@ -32,7 +32,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
@@ -42,6 +42,9 @@ from ds_configs.plan import Plan, plan_facts, plan_to_json
 from launch.records.facts import RunFacts
 from recipes import catalog, files
 from recipes.schema import Recipe
+
+if TYPE_CHECKING:
+    from launch.records.reference_watch import ReferenceWatch
 
 GIVE = "give the directory of a run, which holds its recipe.yaml"
 # of the name of a checkpoint while it is written, or of one that a killed run left half written
@@ -202,6 +205,17 @@ class RunDirectory:
         return files.checked(
             PLAN, files.read_json_object(self.plan_json), self.plan_json
         )
+
+    def watch(self, run: RunFacts) -> ReferenceWatch | None:
+        """Return what judges a run by the curve of its recipe; None: there is no curve. Raises FileError."""
+        file = catalog.curve_file(run.plan.recipe, run.name)
+        if file is None:
+            return None
+        from launch.records.reference_watch import ReferenceWatch
+
+        given = [each.initial_weights for each in self.launches()]
+        weights = any((run.initial_weights, *given))
+        return ReferenceWatch(file, run, given_weights=weights)
 
     def close(self) -> None:
         """Release the lock, so that another process may resume this run."""

@@ -100,6 +100,45 @@ class SaveOutcome:
 
 
 @dataclass(frozen=True)
+class Judgement:
+    """A run at a validation next to the reference curve of its recipe, as a line of metrics.jsonl holds it."""
+
+    step: int
+    difference: Finite  # validation loss minus what the curve has there, nats
+    spread: Finite  # half of the width of the seeds' band there
+    # the first step outside of what the curve has; None: the run is as expected
+    since: int | None = None
+    figure: str = (
+        ""  # "training loss", "validation loss" or "gradient norm", which is outside
+    )
+    apart: Finite = 0.0  # by so many nats; of a norm the factor
+    causes: tuple[str, ...] = ()  # of the measured misuses, the likeliest first
+    time: float = 0.0
+    kind: Literal["judgement"] = "judgement"
+
+    @property
+    def numbers(self) -> str:
+        return f"{self.difference:+.3f}; seeds ±{self.spread:.2g}"
+
+    @property
+    def beside(self) -> str:
+        """The judgement in the line of a validation."""
+        return f"{'not ' * (self.since is not None)}as expected ({self.numbers})"
+
+    def __str__(self) -> str:
+        if self.since is None:
+            return self.beside
+        side = "above" if self.apart > 0 else "below"
+        by = f"{abs(self.apart):.2g} {side}"
+        if self.figure == "gradient norm":
+            by = f"{self.apart:.2g} times"
+        likely = f"; likely: {', '.join(self.causes)}" if self.causes else ""
+        return (
+            f"{self.figure} {by} what this recipe gives since step {self.since}{likely}"
+        )
+
+
+@dataclass(frozen=True)
 class Peaks:
     """The largest peaks of memory, and of memory reserved by torch on a GPU, of any rank; None: unknown."""
 

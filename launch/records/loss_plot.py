@@ -6,14 +6,16 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.ticker import MaxNLocator
 
 from launch.records.metrics import Records, curve
+from launch.records.reference import Reference
 from launch.records.result import Result
 from recipes.families import LossFigure
 
@@ -48,8 +50,13 @@ class CurveName(NamedTuple):
     color: str
 
 
-def plot_loss(records: Records, result: Result, out_png: Path) -> None:
-    """Draw the losses of a run in training and validation, one panel for each objective."""
+def plot_loss(
+    records: Records, result: Result, out_png: Path, reference: Reference | None = None
+) -> None:
+    """Draw the losses of a run in training and validation, one panel for each objective.
+
+    `reference`: the runs that it is judged by.
+    """
     figures = result.figures[:PANELS]
     count = len(figures)
     # by hand: pyplot would keep a global state and ask for a display
@@ -63,7 +70,7 @@ def plot_loss(records: Records, result: Result, out_png: Path) -> None:
     panels[-1].set_xlabel("optimizer step", color=INK)
     for axes, figure in zip(panels, figures, strict=True):
         axes.set_ylabel(str(figure), color=INK, fontsize=9)
-        draw_losses(axes, records, result, figure)
+        draw_losses(axes, records, result, figure, reference)
     words = []
     for number, left in enumerate(records.branches, 1):
         branch = left.branch
@@ -87,11 +94,16 @@ def about(result: Result) -> str:
 
 
 def draw_losses(
-    axes: Axes, records: Records, result: Result, figure: LossFigure
+    axes: Axes,
+    records: Records,
+    result: Result,
+    figure: LossFigure,
+    reference: Reference | None = None,
 ) -> None:
     """Draw a figure's training and validation curves, named in the margin with their last values.
 
-    Thin: the loss of each step; thick: its moving average. Grey: the loss of a uniform and of a unigram model.
+    Thin: the loss of each step; thick: its moving average. Grey: the training losses of `reference`, or else
+    the loss of a uniform and of a unigram model.
     """
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
@@ -113,9 +125,23 @@ def draw_losses(
         if value is not None:
             names.append(CurveName(value, f"{split} {value:.4f}", color))
     entropies = []
-    if figure == result.figures[0]:
+    if figure == result.figures[0] and reference:
+        names.append(draw_band(axes, reference, result.steps))
+    elif figure == result.figures[0]:
         entropies = [each for each in vars(result.entropies).items() if each[1]]
     draw_references(axes, entropies, names)
+
+
+def draw_band(axes: Axes, reference: Reference, steps: int) -> CurveName:
+    """Draw the band of the seeds' training losses and their median; return the name of the median."""
+    losses = [run.loss[:steps] for run in reference.runs.values()]
+    known = np.ma.masked_invalid(losses)  # skipped steps have none
+    median = np.ma.median(known, axis=0)
+    across = range(1, len(median) + 1)
+    style: dict[str, Any] = {"color": QUIET, "zorder": 1}
+    axes.fill_between(across, known.min(0), known.max(0), alpha=0.2, lw=0, **style)
+    axes.plot(across, median, linewidth=0.6, **style)
+    return CurveName(median[-1], f"{len(losses)} seeds {median[-1]:.4f}", QUIET)
 
 
 def draw_references(

@@ -23,6 +23,7 @@ from data.durable_files import write_atomically
 from ds_configs.plan import Plan
 from launch.records.facts import (
     Finite,
+    Judgement,
     Parts,
     RunFacts,
     SaveOutcome,
@@ -175,6 +176,7 @@ Record = (
     | StepRecord
     | ValidationRecord
     | SaveOutcome
+    | Judgement
     | Note
 )
 # kinds of records that a branch takes along
@@ -188,6 +190,7 @@ _KINDS: dict[str, tuple[TypeAdapter[Any], str]] = {
     "validation": (TypeAdapter(ValidationRecord), "validations"),
     "test": (TypeAdapter(ValidationRecord), "tests"),
     "save": (TypeAdapter(SaveOutcome), "saves"),
+    "judgement": (TypeAdapter(Judgement), "judgements"),
     "note": (TypeAdapter(Note), "notes"),
 }
 
@@ -205,6 +208,7 @@ class Records:
     launches: tuple[LaunchRecord, ...] = ()
     starts: tuple[StartRecord, ...] = ()
     branches: tuple[BranchRecord, ...] = ()
+    judgements: tuple[Judgement, ...] = ()
 
     @property
     def own_steps(self) -> tuple[StepRecord, ...]:

@@ -12,6 +12,7 @@ from launch.console.text_table import Page
 from launch.machine.memory import model_states
 from launch.records.titles import title_of
 from modeling import cost
+from recipes import catalog
 from recipes.consistency import untrained
 from recipes.layout import BatchSchedule
 from recipes.problems import amount, counted
@@ -31,6 +32,7 @@ class Surroundings:
     data: Mapping[str, Any] | None = None  # the corpus' summary; None: not known yet
     text: str | None = None  # what is known of the text before it is read
     recipe_of: Path | None = None  # the run whose recipe was taken
+    reference: object = None  # the run next to the curve of its recipe, in words
     # processes of this launch; None: not to be compared with the plan
     started: int | None = None
     seconds: float | None = None  # of computing; None: not estimated
@@ -109,6 +111,7 @@ def describe_plan(
         ("training", length_of_run),
         ("data", describe_data(surroundings.data)),
         ("data", surroundings.text),
+        ("reference", surroundings.reference or describe_reference(recipe, name)),
         ("hardware", surroundings.hardware),
         ("run directory", surroundings.run_directory),
     ]
@@ -119,6 +122,15 @@ def describe_plan(
         if notice.differs:
             page.notes([notice])
     return str(page)
+
+
+def describe_reference(recipe: Recipe, name: str) -> str | None:
+    """Name the reference curve of a recipe, or say that it has none; None: of a published row, or on a task."""
+    if catalog.curve_file(recipe, name):
+        return f"curve of {name}"
+    if recipe.published or recipe.task:
+        return None
+    return "none: no curve of this recipe was measured (launch/recipe.py curve)"
 
 
 def describe_branch(branch: Branch | None) -> list[tuple[str, str]]:

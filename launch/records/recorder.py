@@ -39,6 +39,7 @@ from recipes.families import LossFigure
 from recipes.problems import amount, counted, system_error, system_problem, visible
 
 if TYPE_CHECKING:
+    from launch.records.reference_watch import ReferenceWatch
     from launch.records.result import Result
 
 RANK_TIMES = (
@@ -81,7 +82,9 @@ class Recorder(SilentRecorder):
         self._figures = run.plan.recipe.model.figures
         self._memory_kind = peak_memory().kind
         self._step = start_step
-        self._show_plan()
+        watch = directory.watch(run)
+        self._watch = watch if watch and watch.standing.fits else None
+        self._show_plan(watch)
         problems: list[str] = []
         self._begins_after = run.plan.recipe.begins_after
         self._missing: list[int] = []
@@ -91,6 +94,8 @@ class Recorder(SilentRecorder):
             )
         if self._missing:
             problems.append(_lacking(directory.metrics_jsonl, self._missing))
+        if self._watch:
+            self._watch.begin(metrics.read_metrics(directory.metrics_jsonl))
         # Unbuffered: after a full disk, Python would write the rest of its buffer again at the end.
         self._file = open(directory.metrics_jsonl, "ab", buffering=0)  # noqa: SIM115 (closed by _close)
         # leads to the file, wherever it is moved
@@ -168,6 +173,8 @@ class Recorder(SilentRecorder):
                 time=time.time(),
             )
             self._write(record)
+            if self._watch:
+                self._watch.step(record)
             scale = ("loss_scale",) if self._run.plan.precision == "fp16" else ()
             speed = (
                 "seconds",
@@ -209,7 +216,15 @@ class Recorder(SilentRecorder):
             self._write(record)
             self._event(kind, record, ("loss", *parts))
             shown = ", ".join(shown_figures(record, self._figures).values())
+            judged = None
+            if self._watch and kind == "validation":
+                judged = self._watch.judge(record)
+            if judged:
+                self._write(replace(judged, time=time.time()))
+                shown += f", {judged.beside}"
             self._screen.line(f"step {step}: {kind} {shown}", terminal.BOLD)
+            if self._watch and judged and (news := self._watch.news(judged)):
+                self.warn(news)
 
     def save(self, saved: SaveOutcome) -> None:
         with self.keeping("the record of a save"):
@@ -306,7 +321,7 @@ class Recorder(SilentRecorder):
             before.path, f"{came}, later checkpoints in {before.checkpoints}; {fix}"
         )
 
-    def _show_plan(self) -> None:
+    def _show_plan(self, watch: ReferenceWatch | None) -> None:
         if self._stream is None:
             return
         run = self._run
@@ -318,14 +333,18 @@ class Recorder(SilentRecorder):
             run.data,
             recipe_of=run.recipe_of,
             seconds=run.seconds,
+            reference=watch and watch.standing,
         )
         width = terminal.columns(self._stream)
         text = describe_plan(run.plan, run.name, surroundings, width)
+        terminal.say(f"\n{text}\n", self._stream)
+        if self._watch:
+            return
         beat = ", ".join(
             f"{kind} {nats:.4f}" for kind, nats in vars(run.entropies).items()
         )
         to_beat = f"to beat on the validation text by the {self._figures[0]}: {beat}"
-        terminal.say(f"\n{text}\n\n{to_beat}\n", self._stream)
+        terminal.say(f"{to_beat}\n", self._stream)
 
     def _checkpoints(self) -> str:
         if any(self.directory.checkpoints.glob("*/manifest.json")):
@@ -362,15 +381,16 @@ class Recorder(SilentRecorder):
         """Draw loss.png and card.png."""
         # a notebook's, which fails outside of it, and nothing is shown
         os.environ.pop("MPLBACKEND", None)
+        reference = self._watch.reference if self._watch else None
         with self.keeping(self.directory.loss_png):
             # with matplotlib, which no first step needs
             from launch.records.loss_plot import plot_loss
 
-            plot_loss(records, result, self.directory.loss_png)
+            plot_loss(records, result, self.directory.loss_png, reference)
         with self.keeping(self.directory.card_png):
             from launch.records.card import draw_card
 
-            draw_card(records, result, self.directory.card_png)
+            draw_card(records, result, self.directory.card_png, reference=reference)
 
     def _close(self) -> None:
         """Close screen and files; a second call does nothing."""

@@ -31,6 +31,7 @@ from launch.records.facts import (
     Ending,
     Entropies,
     Finite,
+    Judgement,
     Parts,
     Peaks,
     RunFacts,
@@ -192,6 +193,8 @@ class Result:
     figures: tuple[LossFigure, ...] = (UNNAMED,)
     # the run that it goes on from; None: it began by itself
     branch: Branch | None = None
+    # at the last validation, by the reference curve of the recipe; None: there is none
+    judgement: Judgement | None = None
     version: Literal[2] = 2
 
     @property
@@ -289,6 +292,7 @@ def make_result(run: RunFacts, records: Records, ending: Ending) -> Result:
         task_scores=ending.task_scores,
         figures=recipe.model.figures,
         branch=recipe.branch,
+        judgement=_last_judgement(records),
         **{**vars(how), "implementation": how.implementation + version},
     )
     comparable = not other and not elsewhere
@@ -350,6 +354,14 @@ def _last(records: Sequence[metrics.ValidationRecord]) -> HeldOutLoss | None:
         return None
     last = records[-1]
     return HeldOutLoss(last.loss, last.parts, last.step)
+
+
+def _last_judgement(records: Records) -> Judgement | None:
+    """Return that of the last validation."""
+    if not (records.judgements and records.validations):
+        return None
+    last = records.judgements[-1]
+    return last if last.step == records.validations[-1].step else None
 
 
 def steady_seconds(

@@ -108,11 +108,13 @@ def _losses(result: Result) -> Iterator[tuple[str, str]]:
     losses = result.losses
     step = losses.validation and losses.validation.step
     over = f"{_last(losses.training.steps)}, {result.figures[0].unit}"
-    references = [
-        f"{kind} {entropy:.4f}"
-        for kind, entropy in vars(result.entropies).items()
-        if entropy is not None
-    ]
+    references = [str(result.judgement)]
+    if result.judgement is None:
+        references = [
+            f"{kind} {entropy:.4f}"
+            for kind, entropy in vars(result.entropies).items()
+            if entropy is not None
+        ]
     after = ", ".join([f"after step {step}", *references])
     yield from _split(result, "validation", after)
     yield from _split(result, "training", over)

@@ -227,6 +227,10 @@ def job_of(
         say_on_rank_0(why_not, terminal.warn)
     if args.plan and args.resume and processes.rank() == 0:
         plan = with_resume(plan, directory)
+    if plan.recipe.curve is not None and processes.rank() == 0:
+        from launch.records import curves
+
+        curves.read(path_of(plan.recipe.curve, "curve"))
     facts = replace(
         facts,
         plan=plan,
@@ -303,6 +307,7 @@ def system_refusals(place: Path) -> Iterator[None]:
 def show_plan(job: Job, made: list[checks.Check]) -> None:
     """Print on rank 0 the plan of the job, and what was found on the machines."""
     from data.text.held_out import describe_text
+    from launch.records.directory import RunDirectory
     from launch.records.plan_text import Surroundings, describe_plan
     from launch.training import plan_checks
 
@@ -317,6 +322,7 @@ def show_plan(job: Job, made: list[checks.Check]) -> None:
         hardware = description.summary(job.facts.machine)
         if job.plan.layout.world != processes.world_size():
             hardware = assumed_machine(job.plan, hardware)
+        watch = RunDirectory(job.directory).watch(job.facts)
         surroundings = Surroundings(
             hardware,
             band_kernel=kernel,
@@ -324,6 +330,7 @@ def show_plan(job: Job, made: list[checks.Check]) -> None:
             recipe_of=job.facts.recipe_of,
             started=processes.world_size(),
             text=text,
+            reference=watch and watch.standing,
             seconds=job.facts.seconds,
         )
         columns = terminal.columns()

@@ -1,0 +1,42 @@
+"""The judgement of a run by runs of the same recipe with other seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from launch.records.facts import Judgement
+
+
+@dataclass(frozen=True)
+class Series:
+    """The figures of one run: arrays by optimizer step, step 1 first, nan where a step was skipped."""
+
+    loss: np.ndarray
+    grad_norm: np.ndarray
+    validation: Mapping[int, float]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Runs of one recipe by seed, and the beginnings of runs with a mistake each, by its name."""
+
+    runs: Mapping[int, Series]
+    misuses: Mapping[str, Series]
+
+    def judge(self, run: Series, seed: int) -> Judgement:
+        """Judge a run with validations, of `seed`, no longer than these."""
+        step = max(run.validation)
+        band = [np.interp(step, *self._points(each)) for each in self.runs.values()]
+        spread = (max(band) - min(band)) / 2
+        difference = run.validation[step] - float(np.median(band))
+        if abs(difference) <= 2 * spread:
+            return Judgement(step, difference, float(spread))
+        causes = (*self.misuses,)[:3]
+        how = (step, "validation loss", difference, causes)
+        return Judgement(step, difference, float(spread), *how)
+
+    def _points(self, run: Series) -> tuple[list[int], list[float]]:
+        return list(run.validation), list(run.validation.values())
