@@ -174,14 +174,6 @@ def digest(recipe: Recipe) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
-def curve_file(recipe: Recipe, name: str) -> Path | None:
-    """Return the file of a recipe's reference curve; None: it has none. `name`: table/row."""
-    if recipe.curve is not None:
-        return files.path_of(recipe.curve, "curve")
-    ours = CURVES / f"{name.replace('/', '-')}.json"
-    return ours if ours.is_file() else None
-
-
 def tables(folder: Path = FOLDER) -> list[Table]:
     """Read every table of the folder, in the order of their names. Raises RecipeError for all broken ones."""
     found, problems = _tables(folder)

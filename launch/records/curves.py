@@ -1,15 +1,13 @@
-"""Reference curves: files of what runs of one recipe came to under several seeds.
+"""Reference curves: what runs of one recipe came to under several seeds, in a file.
 
-A file holds the recipe, the checksums of text and vocabulary, what the runs were made with, and a line of
-figures for each seed. Medians and bands are computed where they are shown. A file `misuses-NAME.json` next to
-it holds the first steps of runs with a known mistake each.
+The file holds the facts that decide the curve, what the runs were made with, and the figures of each run in a
+line. Medians and bands are computed where they are shown.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,75 +15,16 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from data.durable_files import write_atomically
-from launch.records.facts import Finite, RunFacts
-from launch.records.metrics import Records
+from launch.records.facts import Entropies, StepRecord
+from launch.records.metrics import Records, ValidationRecord
 from launch.records.reference import Series
 from recipes import files
 from recipes.families import LossFigure
-from recipes.key_paths import CURVE, PLACES, Difference, changes, differences
-from recipes.problems import counted, some
+from recipes.key_paths import CURVE, PLACES, differences, flatten
+from recipes.problems import some
 from recipes.schema import Recipe
 
-BEGINNING = '{\n "curve_of": '
-# of a corpus' summary
-CHECKSUMS = ("train_tokens_crc32", "vocabulary_digest")
-DIGITS = 5
 MOST_NAMED = 3  # keys
-NOT_STORED = {"published", "inferred", "differs", "unknown", "hardware", "branch"}
-
-
-@dataclass(frozen=True)
-class Points:
-    """The figures of one run by step, step 1 first, None where a step was skipped; `about`: its mistake."""
-
-    loss: tuple[Finite | None, ...]
-    grad_norm: tuple[Finite | None, ...]
-    validation: dict[int, Finite]
-    about: str = ""
-
-    @classmethod
-    def of(cls, records: Records, figure: LossFigure, steps: int) -> Points:
-        """Take the first `steps` steps of a run's records."""
-        loss: list[float | None] = [None] * steps
-        norm: list[float | None] = [None] * steps
-        for record in records.steps:
-            if record.step <= steps and not record.skipped:
-                loss[record.step - 1] = figure.of(record)
-                norm[record.step - 1] = record.grad_norm
-        held_out = {}
-        for validation in records.validations:
-            value = figure.of(validation)
-            if value is not None and validation.step <= steps:
-                held_out[validation.step] = value
-        return cls(tuple(loss), tuple(norm), held_out)
-
-    @property
-    def series(self) -> Series:
-        return Series(
-            np.array(self.loss, float), np.array(self.grad_norm, float), self.validation
-        )
-
-
-@dataclass(frozen=True)
-class Standing:
-    """A run next to the curve of its recipe. `begun`: from what it began, None: from random weights."""
-
-    name: str
-    seeds: int
-    begun: str | None
-    apart: tuple[Difference, ...]
-
-    @property
-    def fits(self) -> bool:
-        return not (self.begun or self.apart)
-
-    def __str__(self) -> str:
-        if self.fits:
-            return f"curve of {self.name}, {counted(self.seeds, 'seed')}"
-        if self.begun:
-            return f"none: the run begins with {self.begun}, {self.name}'s curve with random weights"
-        told = [f"{key}={now} is not the {was}" for key, was, now in self.apart]
-        return f"none: {some(told, MOST_NAMED)} of {self.name}'s curve"
 
 
 @dataclass(frozen=True)
@@ -94,80 +33,87 @@ class Curve:
 
     Attributes:
         curve_of: name of the recipe, table/row.
-        recipe: that of the runs; keys outside of the fingerprint (`CURVE`) mean nothing.
-        text: checksums of training tokens and vocabulary.
-        made: hardware, precisions, versions and commits of the runs, for a reader.
-        runs: by seed, all of as many steps.
+        facts: the keys that decide a curve (`CURVE`), with their values.
+        entropies: of the validation text; they tell texts and vocabularies apart.
+        made: hardware, precision, versions and commit of the runs, for a reader.
+        runs: by seed.
+        misuses: first steps of runs with one mistake each, by its name.
     """
 
     curve_of: str
-    recipe: Recipe
-    text: dict[str, str]
-    made: dict[str, list[str]]
-    runs: dict[int, Points]
+    facts: dict[str, Any]
+    entropies: Entropies
+    made: list[dict[str, Any]]
+    runs: dict[int, Series]
+    misuses: dict[str, Series] = field(default_factory=dict)
 
-    @property
-    def steps(self) -> int:
-        return min(len(run.loss) for run in self.runs.values())
+    def why_not(self, recipe: Recipe, entropies: Entropies, given: object) -> str:
+        """Say why a run is not to be judged by the curve; "": it is.
 
-    def standing(self, run: RunFacts, *, given_weights: bool) -> Standing:
-        """Compare a run's recipe, and its text where that is known, with the curve's."""
-        recipe = run.plan.recipe
-        apart = changes(self.recipe, recipe, CURVE)
-        if run.data:
-            own = {key: run.data.get(key) for key in CHECKSUMS}
-            other = differences(self.text, own)
-            if not other:
-                apart = [each for each in apart if each[0] not in PLACES]
-            apart += other
-        begun = "given weights" if given_weights else None
-        if recipe.branch is not None:
-            begun = f"step {recipe.branch.step:,} of another run"
-        return Standing(self.curve_of, len(self.runs), begun, tuple(apart))
+        `entropies`: unknown before the text is read. `given`: weights that it began with.
+        """
+        if given or recipe.branch:
+            return f"{self.curve_of}'s curve begins with random weights"
+        apart = differences(self.facts, facts_of(recipe))
+        if self.entropies.same_text(entropies):
+            apart = [each for each in apart if each[0] not in PLACES]
+        elif entropies.unigram:
+            both = (self.entropies.unigram, entropies.unigram)
+            apart.append(("unigram entropy", *both))
+        told = [f"{key}={now} is not the {was}" for key, was, now in apart]
+        return f"{some(told, MOST_NAMED)} of {self.curve_of}'s curve" if told else ""
 
 
-def read(path: Path) -> tuple[Curve, Mapping[str, Points]]:
-    """Read the file of a curve, and the misuses next to it. Raises FileError."""
-    curve: Curve = files.checked(TypeAdapter(Curve), files.read_json_object(path), path)
-    lengths = {
-        len(each) for run in curve.runs.values() for each in (run.loss, run.grad_norm)
-    }
-    if len(lengths) != 1 or 0 in lengths:
-        files.refuse(
-            path, "has runs of different lengths", "each has all steps of the recipe"
-        )
-    beside = path.with_name(f"misuses-{path.name}")
-    if not beside.is_file():
-        return curve, {}
-    form = TypeAdapter(dict[str, Points])
-    return curve, files.checked(form, files.read_json_object(beside), beside)
+_FORM = TypeAdapter(Curve)
+
+
+class RunFigures:
+    """The figures of a run in its first `steps` steps, of which a judgement takes notice."""
+
+    def __init__(self, figure: LossFigure, records: Records, steps: int) -> None:
+        self._figure = figure
+        self._loss = np.full(steps, np.nan)
+        self._norm = self._loss.copy()
+        self._validation: dict[int, float] = {}
+        for step in records.steps:
+            self.step(step)
+        for validation in records.validations:
+            self.validated(validation)
+
+    def step(self, record: StepRecord) -> None:
+        if record.step <= len(self._loss) and not record.skipped:
+            self._loss[record.step - 1] = self._figure.of(record)
+            self._norm[record.step - 1] = record.grad_norm
+
+    def validated(self, record: ValidationRecord) -> bool:
+        """Take a validation; return whether it counts, finite and within these steps."""
+        loss = self._figure.of(record)
+        if loss is None or record.step > len(self._loss):
+            return False
+        self._validation[record.step] = loss
+        return True
+
+    def until(self, step: int) -> Series:
+        return Series(self._loss[:step], self._norm[:step], self._validation)
+
+
+def facts_of(recipe: Recipe) -> dict[str, Any]:
+    """Return the facts of a recipe that decide its curve, but for the seed and the text itself."""
+    return {key: value for key, value in flatten(recipe.compared()) if key in CURVE}
+
+
+def read(path: Path) -> Curve:
+    """Read a curve. Raises FileError."""
+    return files.checked(_FORM, files.read_json_object(path), path)
 
 
 def write(path: Path, curve: Curve) -> None:
     """Write the file of a curve."""
-    recipe = curve.recipe.model_dump(mode="json", by_alias=True, exclude=NOT_STORED)
-    known = {**vars(curve), "recipe": recipe}
-    runs = known.pop("runs")
-    head = json.dumps(known, indent=1, ensure_ascii=False)
-    write_atomically(path, f'{head[:-2]},\n "runs": {lines_of(runs)}}}\n')
-
-
-def lines_of(runs: Mapping[Any, Points]) -> str:
-    """Write runs as a JSON object, each in a line."""
-    lines = []
-    for key, run in runs.items():
-        values = {name: rounded(value) for name, value in vars(run).items() if value}
-        line = json.dumps(values, separators=(",", ":"))
-        lines.append(f"{json.dumps(str(key))}:{line}")
-    return "{\n" + ",\n".join(lines) + "\n}"
-
-
-def rounded(value: Any) -> Any:
-    """Round the numbers of lists and mappings to `DIGITS` digits."""
-    if isinstance(value, float):
-        return float(f"{value:.{DIGITS}g}")
-    if isinstance(value, tuple):
-        return [rounded(each) for each in value]
-    if isinstance(value, dict):
-        return {key: rounded(each) for key, each in value.items()}
-    return value
+    known = _FORM.dump_python(curve, mode="json")
+    text = ""
+    for section in ("runs", "misuses"):
+        runs = known.pop(section).items()
+        lines = ",\n".join(f'"{key}":{json.dumps(run)}' for key, run in runs)
+        text += f',\n "{section}": {{\n{lines}\n }}'
+    head = json.dumps(known, indent=1, ensure_ascii=False).removesuffix("\n}")
+    write_atomically(path, f"{head}{text}\n}}\n")

@@ -208,14 +208,18 @@ class RunDirectory:
 
     def watch(self, run: RunFacts) -> ReferenceWatch | None:
         """Return what judges a run by the curve of its recipe; None: there is no curve. Raises FileError."""
-        file = catalog.curve_file(run.plan.recipe, run.name)
-        if file is None:
+        stated = run.plan.recipe.curve
+        own = catalog.CURVES / f"{run.name.replace('/', '-')}.json"
+        file = files.path_of(stated, "curve") if stated else own
+        if not (stated or own.is_file()):
             return None
+        from launch.records.metrics import read_metrics
         from launch.records.reference_watch import ReferenceWatch
 
-        given = [each.initial_weights for each in self.launches()]
-        weights = any((run.initial_weights, *given))
-        return ReferenceWatch(file, run, given_weights=weights)
+        earlier = [each.initial_weights for each in self.launches()]
+        given = any((run.initial_weights, *earlier))
+        before = read_metrics(self.metrics_jsonl, problems=[])
+        return ReferenceWatch(file, run, given, before)
 
     def close(self) -> None:
         """Release the lock, so that another process may resume this run."""

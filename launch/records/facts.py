@@ -101,7 +101,7 @@ class SaveOutcome:
 
 @dataclass(frozen=True)
 class Judgement:
-    """A run at a validation next to the reference curve of its recipe, as a line of metrics.jsonl holds it."""
+    """A run at a validation next to the reference curve of its recipe."""
 
     step: int
     difference: Finite  # validation loss minus what the curve has there, nats
@@ -113,21 +113,16 @@ class Judgement:
     )
     apart: Finite = 0.0  # by so many nats; of a norm the factor
     causes: tuple[str, ...] = ()  # of the measured misuses, the likeliest first
-    time: float = 0.0
-    kind: Literal["judgement"] = "judgement"
 
     @property
-    def numbers(self) -> str:
-        return f"{self.difference:+.3f}; seeds ±{self.spread:.2g}"
-
-    @property
-    def beside(self) -> str:
+    def short(self) -> str:
         """The judgement in the line of a validation."""
-        return f"{'not ' * (self.since is not None)}as expected ({self.numbers})"
+        no = "not " * (self.since is not None)
+        return f"{no}as expected ({self.difference:+.3f}; seeds ±{self.spread:.2g})"
 
     def __str__(self) -> str:
         if self.since is None:
-            return self.beside
+            return self.short
         side = "above" if self.apart > 0 else "below"
         by = f"{abs(self.apart):.2g} {side}"
         if self.figure == "gradient norm":
@@ -152,6 +147,14 @@ class Entropies:
 
     uniform: Finite | None = None
     unigram: Finite | None = None
+
+    def same_text(self, other: Entropies) -> bool:
+        """Check that both are known to be of one text and split in the tokens of one vocabulary.
+
+        The unigram model's depends on the count of each token. Machines round it differently.
+        """
+        own = self.unigram
+        return own is not None and math.isclose(own, other.unigram or 0, rel_tol=1e-9)
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.ticker import MaxNLocator
 
+from launch.records.facts import Entropies
 from launch.records.metrics import Records, curve
 from launch.records.reference import Reference
 from launch.records.result import Result
@@ -124,41 +125,35 @@ def draw_losses(
         value = result.told(split, figure)
         if value is not None:
             names.append(CurveName(value, f"{split} {value:.4f}", color))
-    entropies = []
     if figure == result.figures[0] and reference:
         names.append(draw_band(axes, reference, result.steps))
     elif figure == result.figures[0]:
-        entropies = [each for each in vars(result.entropies).items() if each[1]]
-    draw_references(axes, entropies, names)
+        names += draw_entropies(axes, result.entropies)
+    write_in_margin(axes, names)
+
+
+def draw_entropies(axes: Axes, entropies: Entropies) -> list[CurveName]:
+    """Draw a grey line for each that lies within the axis; return the names of all."""
+    bottom, top = axes.get_ylim()
+    names = []
+    for kind, value in vars(entropies).items():
+        if value is None:
+            continue
+        names.append(CurveName(value, f"{kind} {value:.3f}", QUIET))
+        if bottom <= value <= top:
+            style = ":" if kind == "unigram" else "--"
+            axes.axhline(value, color=QUIET, linestyle=style, linewidth=0.8)
+    return names
 
 
 def draw_band(axes: Axes, reference: Reference, steps: int) -> CurveName:
     """Draw the band of the seeds' training losses and their median; return the name of the median."""
     losses = [run.loss[:steps] for run in reference.runs.values()]
-    known = np.ma.masked_invalid(losses)  # skipped steps have none
-    median = np.ma.median(known, axis=0)
+    low, median, high = np.nanquantile(losses, (0, 0.5, 1), axis=0)
     across = range(1, len(median) + 1)
-    style: dict[str, Any] = {"color": QUIET, "zorder": 1}
-    axes.fill_between(across, known.min(0), known.max(0), alpha=0.2, lw=0, **style)
-    axes.plot(across, median, linewidth=0.6, **style)
+    axes.fill_between(across, low, high, color=QUIET, alpha=0.2, linewidth=0)
+    axes.plot(across, median, color=QUIET, linewidth=0.6)
     return CurveName(median[-1], f"{len(losses)} seeds {median[-1]:.4f}", QUIET)
-
-
-def draw_references(
-    axes: Axes, entropies: Iterable[tuple[str, float]], names: Sequence[CurveName] = ()
-) -> None:
-    """Draw a grey line for each (kind, nats), and name it and the curves, after these are drawn.
-
-    A line outside the axis is only named at its edge.
-    """
-    bottom, top = axes.get_ylim()
-    labels = [*names]
-    for kind, value in entropies:
-        labels.append(CurveName(value, f"{kind} {value:.3f}", QUIET))
-        if bottom <= value <= top:
-            style = ":" if kind == "unigram" else "--"
-            axes.axhline(value, color=QUIET, linestyle=style, linewidth=0.8)
-    write_in_margin(axes, labels)
 
 
 def without_formulas(picture: Figure) -> None:

@@ -68,6 +68,7 @@ class ValidationRecord:
     parts: Parts = field(default_factory=dict)
     time: float = 0.0
     kind: Literal["validation", "test"] = "validation"
+    judgement: Judgement | None = None  # None: no reference curve is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +177,6 @@ Record = (
     | StepRecord
     | ValidationRecord
     | SaveOutcome
-    | Judgement
     | Note
 )
 # kinds of records that a branch takes along
@@ -190,7 +190,6 @@ _KINDS: dict[str, tuple[TypeAdapter[Any], str]] = {
     "validation": (TypeAdapter(ValidationRecord), "validations"),
     "test": (TypeAdapter(ValidationRecord), "tests"),
     "save": (TypeAdapter(SaveOutcome), "saves"),
-    "judgement": (TypeAdapter(Judgement), "judgements"),
     "note": (TypeAdapter(Note), "notes"),
 }
 
@@ -208,7 +207,6 @@ class Records:
     launches: tuple[LaunchRecord, ...] = ()
     starts: tuple[StartRecord, ...] = ()
     branches: tuple[BranchRecord, ...] = ()
-    judgements: tuple[Judgement, ...] = ()
 
     @property
     def own_steps(self) -> tuple[StepRecord, ...]:

@@ -12,13 +12,14 @@ from launch.console.text_table import Page
 from launch.machine.memory import model_states
 from launch.records.titles import title_of
 from modeling import cost
-from recipes import catalog
 from recipes.consistency import untrained
 from recipes.layout import BatchSchedule
 from recipes.problems import amount, counted
 from recipes.schema import DEEPSPEED_SCHEDULES, Branch, Model, Recipe
 
 OPTIMIZERS = {"adamw": "AdamW", "lamb": "LAMB", "muon": "Muon and AdamW"}
+
+NO_CURVE = "none: no curve of this recipe was measured (launch/recipe.py curve)"
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def describe_plan(
         ("training", length_of_run),
         ("data", describe_data(surroundings.data)),
         ("data", surroundings.text),
-        ("reference", surroundings.reference or describe_reference(recipe, name)),
+        ("reference", surroundings.reference),
         ("hardware", surroundings.hardware),
         ("run directory", surroundings.run_directory),
     ]
@@ -122,15 +123,6 @@ def describe_plan(
         if notice.differs:
             page.notes([notice])
     return str(page)
-
-
-def describe_reference(recipe: Recipe, name: str) -> str | None:
-    """Name the reference curve of a recipe, or say that it has none; None: of a published row, or on a task."""
-    if catalog.curve_file(recipe, name):
-        return f"curve of {name}"
-    if recipe.published or recipe.task:
-        return None
-    return "none: no curve of this recipe was measured (launch/recipe.py curve)"
 
 
 def describe_branch(branch: Branch | None) -> list[tuple[str, str]]:

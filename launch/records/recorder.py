@@ -34,7 +34,7 @@ from launch.records.facts import (
     finite,
 )
 from launch.records.metrics import ValidationRecord, finite_parts, rates
-from launch.records.plan_text import Surroundings, describe_plan
+from launch.records.plan_text import NO_CURVE, Surroundings, describe_plan
 from recipes.families import LossFigure
 from recipes.problems import amount, counted, system_error, system_problem, visible
 
@@ -82,9 +82,6 @@ class Recorder(SilentRecorder):
         self._figures = run.plan.recipe.model.figures
         self._memory_kind = peak_memory().kind
         self._step = start_step
-        watch = directory.watch(run)
-        self._watch = watch if watch and watch.standing.fits else None
-        self._show_plan(watch)
         problems: list[str] = []
         self._begins_after = run.plan.recipe.begins_after
         self._missing: list[int] = []
@@ -94,8 +91,9 @@ class Recorder(SilentRecorder):
             )
         if self._missing:
             problems.append(_lacking(directory.metrics_jsonl, self._missing))
-        if self._watch:
-            self._watch.begin(metrics.read_metrics(directory.metrics_jsonl))
+        watch = directory.watch(run)
+        self._watch = watch if watch and not watch.why_not else None
+        self._show_plan(watch)
         # Unbuffered: after a full disk, Python would write the rest of its buffer again at the end.
         self._file = open(directory.metrics_jsonl, "ab", buffering=0)  # noqa: SIM115 (closed by _close)
         # leads to the file, wherever it is moved
@@ -174,7 +172,7 @@ class Recorder(SilentRecorder):
             )
             self._write(record)
             if self._watch:
-                self._watch.step(record)
+                self._watch.figures.step(record)
             scale = ("loss_scale",) if self._run.plan.precision == "fp16" else ()
             speed = (
                 "seconds",
@@ -213,18 +211,18 @@ class Recorder(SilentRecorder):
                 time.time(),
                 "test" if kind == "test" else "validation",
             )
-            self._write(record)
             self._event(kind, record, ("loss", *parts))
             shown = ", ".join(shown_figures(record, self._figures).values())
             judged = None
-            if self._watch and kind == "validation":
-                judged = self._watch.judge(record)
+            watch = self._watch
+            if watch and kind == "validation":
+                judged = watch.judge(record)
+            self._write(replace(record, judgement=judged))
             if judged:
-                self._write(replace(judged, time=time.time()))
-                shown += f", {judged.beside}"
+                shown += f", {judged.short}"
             self._screen.line(f"step {step}: {kind} {shown}", terminal.BOLD)
-            if self._watch and judged and (news := self._watch.news(judged)):
-                self.warn(news)
+            if watch and judged and watch.is_news(judged):
+                self.warn(f"step {step}: {judged}")
 
     def save(self, saved: SaveOutcome) -> None:
         with self.keeping("the record of a save"):
@@ -333,7 +331,7 @@ class Recorder(SilentRecorder):
             run.data,
             recipe_of=run.recipe_of,
             seconds=run.seconds,
-            reference=watch and watch.standing,
+            reference=watch or NO_CURVE,
         )
         width = terminal.columns(self._stream)
         text = describe_plan(run.plan, run.name, surroundings, width)

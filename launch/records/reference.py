@@ -4,19 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Annotated
 
 import numpy as np
+from pydantic import PlainSerializer, PlainValidator
 
-from launch.records.facts import Judgement
+from launch.records.facts import Finite, Judgement
+
+
+def listed(values: np.ndarray) -> list[float | None]:
+    """Return numbers of five digits for JSON, None for nan."""
+    return [None if np.isnan(each) else float(f"{each:.5g}") for each in values]
+
+
+# by optimizer step, step 1 first; nan where a step was skipped
+Figures = Annotated[
+    np.ndarray, PlainValidator(partial(np.array, dtype=float)), PlainSerializer(listed)
+]
 
 
 @dataclass(frozen=True)
 class Series:
-    """The figures of one run: arrays by optimizer step, step 1 first, nan where a step was skipped."""
+    """The figures of one run."""
 
-    loss: np.ndarray
-    grad_norm: np.ndarray
-    validation: Mapping[int, float]
+    loss: Figures
+    grad_norm: Figures
+    validation: Mapping[int, Finite]
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,7 @@ class HeldOutLoss:
     loss: Finite | None = None
     parts: Parts | None = None
     step: int | None = None
+    judgement: Judgement | None = None
 
 
 @dataclass(frozen=True)
@@ -193,8 +194,6 @@ class Result:
     figures: tuple[LossFigure, ...] = (UNNAMED,)
     # the run that it goes on from; None: it began by itself
     branch: Branch | None = None
-    # at the last validation, by the reference curve of the recipe; None: there is none
-    judgement: Judgement | None = None
     version: Literal[2] = 2
 
     @property
@@ -205,6 +204,12 @@ class Result:
             degrees = self.layout.degrees(self.sequence_parallel)
         sharding = f"ZeRO-{self.zero_stage}, offload {self.offload}"
         return f"{degrees}, {sharding}, {self.precision_text}"
+
+    @property
+    def judgement(self) -> Judgement | None:
+        """The run at its last validation next to the reference curve of its recipe; None: it has none."""
+        held_out = self.losses.validation
+        return held_out.judgement if held_out else None
 
     def told(self, split: str, figure: LossFigure) -> float | None:
         """Return a figure of a split; None: not finite, or the run does not have it."""
@@ -292,7 +297,6 @@ def make_result(run: RunFacts, records: Records, ending: Ending) -> Result:
         task_scores=ending.task_scores,
         figures=recipe.model.figures,
         branch=recipe.branch,
-        judgement=_last_judgement(records),
         **{**vars(how), "implementation": how.implementation + version},
     )
     comparable = not other and not elsewhere
@@ -353,15 +357,7 @@ def _last(records: Sequence[metrics.ValidationRecord]) -> HeldOutLoss | None:
     if not records:
         return None
     last = records[-1]
-    return HeldOutLoss(last.loss, last.parts, last.step)
-
-
-def _last_judgement(records: Records) -> Judgement | None:
-    """Return that of the last validation."""
-    if not (records.judgements and records.validations):
-        return None
-    last = records.judgements[-1]
-    return last if last.step == records.validations[-1].step else None
+    return HeldOutLoss(last.loss, last.parts, last.step, last.judgement)
 
 
 def steady_seconds(

@@ -21,7 +21,7 @@ from launch.reports.entries import (
 from launch.reports.frames import ReportTable
 from launch.reports.runs import ReportedRun
 from recipes import key_paths
-from recipes.key_paths import NO_NUMBER, TEXT, TEXT_OF_GPT
+from recipes.key_paths import NO_NUMBER, PLACES, TEXT, TEXT_OF_GPT
 from recipes.problems import counted
 
 MOST_COMPARED = 6  # runs; a table of more columns is unreadable
@@ -138,27 +138,24 @@ def incomparable(a: ReportedRun, b: ReportedRun) -> str | None:
         return f"{beginning}: the recipe of {unread.label} cannot be read"
     both_gpt = a.recipe.model.family == b.recipe.model.family == "gpt2"
     asked = TEXT_OF_GPT if both_gpt else TEXT
-    both = (a.recipe.compared(), b.recipe.compared())
-    for run, values in zip((a, b), both, strict=True):
-        if run.vocabulary:  # where it was read from does not matter
-            values["data"]["tokenizer"] = {"content": run.vocabulary}
+    own = a.result.entropies
+    entropies = b.result.entropies
+    same = own.same_text(entropies)
     changed = []
-    for key, one, other in key_paths.differences(*both, asked):
-        changed.append(f"{key}: {_text(one)} / {_text(other)}")
+    for key, one, other in key_paths.changes(a.recipe, b.recipe, asked):
+        if not (same and key in PLACES):
+            changed.append(f"{key}: {_text(one)} / {_text(other)}")
     if changed:
         return (
             f"{beginning}, other data, vocabulary or objective ({', '.join(changed)})"
         )
-    if a.recipe.run.validation_samples != b.recipe.run.validation_samples:
+    samples = a.recipe.run.validation_samples != b.recipe.run.validation_samples
+    if same or samples or not (own.unigram and entropies.unigram):
         return None
-    for kind, own in vars(a.result.entropies).items():
-        other = getattr(b.result.entropies, kind)
-        if own is not None and other is not None and abs(own - other) > 1e-6:
-            return (
-                f"{beginning}: the {kind} entropy of their validation text differs ({own:.4f} / "
-                f"{other:.4f}), so that they did not read the same text in the same tokens"
-            )
-    return None
+    return (
+        f"{beginning}: the unigram entropy of their validation text differs ({own.unigram:.4f} / "
+        f"{entropies.unigram:.4f}), so that they did not read the same text in the same tokens"
+    )
 
 
 def curve_finding(a: ReportedRun, b: ReportedRun) -> str:

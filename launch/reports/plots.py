@@ -19,11 +19,11 @@ from launch.records.loss_plot import (
     INK,
     PALETTE,
     CurveName,
-    draw_references,
     mean,
     moving_average,
     step_ticks,
     without_formulas,
+    write_in_margin,
 )
 from launch.reports.comparison import incomparable
 from launch.reports.entries import COLUMNS
@@ -158,11 +158,10 @@ def _losses(runs: Sequence[ReportedRun], over: Over) -> Plot:
         for _, last in [*points, *validations][-1:]:
             mark = " (TINY)" * run.tiny
             names.append(CurveName(last, f"{run.label}{mark} {loss(last)}", color))
-    draw_references(axes, _entropies(runs), names)
+    write_in_margin(axes, names)
     caption = (
         "Lines: training loss, the mean of the steps around each (a fifteenth of the run, 201 at most). Marks "
-        "joined by dots: validation, and the number behind a run is its last one. Grey: entropy of a uniform "
-        "and of a unigram model, with an arrow where it lies outside the axis. Curves of more than "
+        "joined by dots: validation, and the number behind a run is its last one. Curves of more than "
         f"{MOST_POINTS} steps are drawn as means of neighbouring steps."
     )
     return _render(figure, f"{title}, {drawn.unit}", caption)
@@ -176,16 +175,6 @@ def thin(points: Points) -> Points:
         across, up = zip(*points[start : start + size], strict=True)
         thinned.append((mean(across), mean(up)))
     return thinned
-
-
-def _entropies(runs: Sequence[ReportedRun]) -> list[tuple[str, float]]:
-    """Return the entropies of the runs' validation texts, each once."""
-    entropies = set()
-    for run in runs:
-        for kind, value in vars(run.result.entropies).items():
-            if value is not None:
-                entropies.add((kind, round(value, 4)))
-    return sorted(entropies)
 
 
 def new_axes(

@@ -1,167 +1,96 @@
-"""The subcommand `launch/recipe.py curve`: the reference curve of a recipe, of runs of it."""
+"""The subcommand `launch/recipe.py curve`: the reference curve of a recipe, made of runs of it."""
 
 from __future__ import annotations
 
 import argparse
-import math
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launch.console import arguments, terminal
-from launch.records.curves import BEGINNING, CHECKSUMS, Curve, Points, write
-from launch.records.directory import RunDirectory
-from launch.records.metrics import missing
-from recipes.key_paths import CURVE, changes
+from launch.console import arguments
 from recipes.problems import Problem, ProblemsError, counted
 
 if TYPE_CHECKING:
-    from launch.reports.runs import ReportedRun
+    from launch.records.curves import Curve
 
 LEAST_SEEDS = 3
+MADE_WITH = ("cpu", "cores", "accelerator", "accelerators", "versions", "git")
 ABOUT = """\
 Make the reference curve of a recipe of your own runs of it: at least three,
-whole, from random weights, which differ in nothing but the seed that decides
-a number. Later runs are judged by it at every validation, with --set
-curve=FILE or `curve: FILE` in the recipe. A text or a vocabulary that has
-changed since the runs is refused."""
+whole, from random weights, under different seeds. With --set curve=FILE, or
+`curve: FILE` in the recipe, later runs of it are judged by them at every
+validation."""
 
 
 def add_parser(commands: Any) -> None:
     """Add the subcommand `curve` to the subparsers of launch/recipe.py."""
-    parser = arguments.subcommand(
-        commands, "curve", "a reference curve of your own runs", ABOUT
-    )
+    about = "what your own runs of a recipe came to, to judge later ones by"
+    parser = arguments.subcommand(commands, "curve", about, ABOUT)
     add = parser.add_argument
     runs = "a run directory, a glob of them, or a folder with runs somewhere below it"
     add("runs", nargs="+", metavar="RUN", help=runs)
-    add("--out", required=True, metavar="FILE", help="the curve, a new .json file")
-    add("--replace", action="store_true", help="replace the curve in --out")
+    add("--out", required=True, metavar="FILE", help="a new .json file")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Write the curve and return the exit code. Raises ProblemsError with every problem."""
     from launch.console.new_output import new_file
-    from launch.reports.runs import find, labels, read_run
+    from launch.records.curves import write
+    from launch.reports.runs import find
 
-    own = BEGINNING.encode() if args.replace else b""
-    out = new_file("--out", args.out, (".json",), own)
-    paths = find(args.runs)
-    runs = []
-    for path, label in zip(paths, labels(paths), strict=True):
-        runs.append(read_run(path, label, lambda name: None))
+    out = new_file("--out", args.out, (".json",))
+    curve: Curve | None = None
     problems = list[Problem]()
-    for each in runs:
-        problems += unusable(each)
-    problems = problems or [*disagreements(runs)]
-    if problems:
+    for path in find(args.runs):
+        try:
+            curve = with_run(curve, path)
+        except ValueError as why:
+            fix = "leave it out, or train it again"
+            problems.append(Problem(str(path), str(why), fix=fix, where=str(path)))
+    seeds = len(curve.runs) if curve else 0
+    if seeds < LEAST_SEEDS:
+        came = f"a curve of {counted(seeds, 'seed')}"
+        rule = f"a band is of {LEAST_SEEDS} or more"
+        problems.append(Problem("seed", came, rule, "train with --set seed=N, too"))
+    if problems or curve is None:
         raise ProblemsError(problems)
-    curve = curve_of(runs)
     write(out, curve)
-    for seed, points in curve.runs.items():
-        skipped = points.loss.count(None)
-        if skipped:
-            terminal.say(
-                f"seed {seed}: {counted(skipped, 'skipped step')} of {curve.steps:,}"
-            )
-    seeds = f"{counted(len(curve.runs), 'seed')}, {counted(curve.steps, 'step')}"
-    terminal.say(f"{out}: curve of {curve.curve_of}, {seeds}")
+    print(f"{out}: curve of {curve.curve_of}, {counted(seeds, 'seed')}")
     return 0
 
 
-def unusable(run: ReportedRun) -> Iterator[Problem]:
-    """Yield why a run is not to be part of a curve."""
-    name = str(run.path)
-    yield from (Problem(name, problem) for problem in run.problems)
-    recipe = run.recipe
-    if recipe is None or run.problems:
-        return
-    lacking = missing(run.records.steps, recipe.steps, 0)
-    skipped = [step.loss for step in run.records.steps if not step.skipped]
-    given = [each.initial_weights for each in RunDirectory(run.path).launches()]
-    wrong = {
-        f"is {run.result.status}": run.result.status != "ok",
-        f"has no record of {counted(len(lacking), 'step')}": lacking,
-        "has a loss that is not finite": None in skipped,
-        "has no validation": not run.validation,
-        "began with given weights": any(given),
-        "is a branch of another run": recipe.branch is not None,
-        "is a fine-tuning": recipe.task is not None,
-    }
-    rule = "a curve is of whole pretrainings from random weights"
-    for came, true in wrong.items():
-        if true:
-            yield Problem(name, came, rule, "leave it out, or run it again", name)
+def with_run(curve: Curve | None, path: Path) -> Curve:
+    """Add a run to a curve, or begin one. Raises ValueError: it is not whole, or not of the recipe."""
+    from launch.records.curves import Curve, RunFigures, facts_of
+    from launch.records.directory import RunDirectory
+    from launch.records.metrics import read_metrics
+    from launch.records.result import read_result
 
-
-def disagreements(runs: Sequence[ReportedRun]) -> Iterator[Problem]:
-    """Yield in what runs are not of one recipe, which of them have one seed, and that they are too few."""
-    first = runs[0].recipe
-    assert first
-    by_seed = dict[int, Path]()
-    for each in runs:
-        recipe = each.recipe
-        assert recipe
-        name = str(each.path)
-        apart = changes(first, recipe, CURVE)
-        if recipe.steps != first.steps:
-            apart.append(("steps", first.steps, recipe.steps))
-        for key, was, now in apart:
-            came = f"{key}={now} is not the {was} of {runs[0].path}"
-            yield Problem(key, came, "a curve is of one recipe", "leave it out", name)
-        other = by_seed.setdefault(recipe.seed, each.path)
-        if other != each.path:
-            came = f"seed={recipe.seed} is that of {other}"
-            yield Problem("seed", came, "its curve is the same", "leave one out", name)
-    if len(by_seed) < LEAST_SEEDS:
-        came = counted(len(by_seed), "seed")
-        rule = f"a band is of {LEAST_SEEDS} or more"
-        fix = f"train with --set seed={1 + max(by_seed)} and further ones"
-        yield Problem("seed", came, rule, fix)
-
-
-def curve_of(runs: Sequence[ReportedRun]) -> Curve:
-    """Make the curve of sound runs of one recipe. Raises ProblemsError: their text has changed since."""
-    from data.corpus import build
-
-    by_seed = dict[int, Points]()
-    made: dict[str, set[str]] = {}
-    text = dict[str, str]()
-    problems = []
-    for each in runs:
-        recipe = each.recipe
-        launch = each.launch
-        assert recipe and launch
-        corpus = build(recipe, say=terminal.say)
-        text = {key: corpus.summary[key] for key in CHECKSUMS}
-        before = each.result.entropies.unigram or math.nan
-        if not math.isclose(before, corpus.unigram_entropy, rel_tol=1e-9):
-            came = f"unigram entropy {before:.6f}, now {corpus.unigram_entropy:.6f}"
-            rule = "text or vocabulary has changed since the run"
-            problems.append(Problem("data", came, rule, "restore it", str(each.path)))
-        by_seed[recipe.seed] = Points.of(
-            each.records, recipe.model.figures[0], recipe.steps
+    at = RunDirectory(path)
+    recipe = at.recipe()
+    launches = at.launches()
+    result = read_result(at.result_json)
+    records = read_metrics(at.metrics_jsonl)
+    if result.status != "ok" or len(records.steps) < recipe.steps:
+        raise ValueError(
+            f"{len(records.steps)} of {recipe.steps} steps, {result.status}"
         )
-        for key, value in facts_of(each).items():
-            made.setdefault(key, set()).add(value)
-    if problems:
-        raise ProblemsError(problems)
-    listed = {key: sorted(values) for key, values in made.items()}
-    recipe = runs[0].recipe
-    assert recipe
-    by_seed = dict(sorted(by_seed.items()))
-    return Curve(runs[0].name, recipe, text, listed, by_seed)
-
-
-def facts_of(run: ReportedRun) -> dict[str, str]:
-    """Return what a run was made with, in words."""
-    assert run.launch
-    machine = run.launch.machine
-    versions = [f"{name} {version}" for name, version in machine["versions"].items()]
-    return {
-        "hardware": str(run.result.hardware),
-        "precision": str(run.result.precision),
-        "versions": ", ".join(versions),
-        "commit": machine["git"]["commit"],
-    }
+    known = facts_of(recipe)
+    curve = curve or Curve(launches[-1].row, known, result.entropies, [], {})
+    given = any(launch.initial_weights for launch in launches)
+    why_not = curve.why_not(recipe, result.entropies, given)
+    if recipe.seed in curve.runs:
+        why_not = f"seed={recipe.seed} is that of another run, which has the same curve"
+    if {len(each.loss) for each in curve.runs.values()} - {recipe.steps}:
+        why_not = f"steps={recipe.steps} is not the number of the other runs"
+    if why_not:
+        raise ValueError(why_not)
+    figures = RunFigures(recipe.model.figures[0], records, recipe.steps)
+    curve.runs[recipe.seed] = figures.until(recipe.steps)
+    made = {key: launches[-1].machine.get(key) for key in MADE_WITH}
+    made["precision"] = result.precision
+    if made not in curve.made:
+        curve.made.append(made)
+    if result.skipped_steps:
+        print(f"{path}: {counted(result.skipped_steps, 'skipped step')}")
+    return curve

@@ -53,7 +53,6 @@ class ReportedRun:
         scores: from scores.json, written by launch/score.py.
         pretrained: the pretraining run of a fine-tuning run's weights; None without one.
         records: the lines of metrics.jsonl.
-        vocabulary: beginning of the digest of its content; None if the run holds none.
     """
 
     path: Path
@@ -65,7 +64,6 @@ class ReportedRun:
     problems: tuple[str, ...]
     scores: tuple[Score, ...] = ()
     pretrained: Pretrained | None = None
-    vocabulary: str | None = None
     records: Records = Records()
 
     @property
@@ -209,7 +207,6 @@ def read_run(
         result = replace(result, figures=plan.recipe.model.figures)
     scores = _read(lambda: read_scores(path), problems) or ()
     before = _read(lambda: pretrained.read(path), problems)
-    digest = _read(lambda: _digest(at), problems)
     return ReportedRun(
         path,
         label,
@@ -220,20 +217,8 @@ def read_run(
         tuple(problems),
         scores,
         before,
-        digest,
         records,
     )
-
-
-def _digest(run: RunDirectory) -> str | None:
-    """Return the beginning of the digest of the run's vocabulary; None: it holds none. Raises FileError."""
-    if not run.tokenizer.is_dir():
-        return None
-    # with transformers, which a report without runs does not need
-    from data.text.vocabulary import vocabulary_digest
-    from launch.records import vocabulary
-
-    return vocabulary_digest(vocabulary.load(run.path))[:12]
 
 
 def _continued(records: Records, result: Result) -> bool:

@@ -227,10 +227,6 @@ def job_of(
         say_on_rank_0(why_not, terminal.warn)
     if args.plan and args.resume and processes.rank() == 0:
         plan = with_resume(plan, directory)
-    if plan.recipe.curve is not None and processes.rank() == 0:
-        from launch.records import curves
-
-        curves.read(path_of(plan.recipe.curve, "curve"))
     facts = replace(
         facts,
         plan=plan,
@@ -259,6 +255,7 @@ def with_resume(plan: Plan, directory: Path) -> Plan:
 def open_run_directory(job: Job) -> RunDirectory | None:
     """Open the run directory on rank 0. Raises ValueError where this rank cannot start there."""
     from launch.records.admission import admit
+    from launch.records.directory import RunDirectory
 
     make_quick_checks(job)
     if processes.rank() != 0:
@@ -273,6 +270,7 @@ def open_run_directory(job: Job) -> RunDirectory | None:
     lost = [(each.directory, each.why) for each in damaged]
     how = (job.directory, job.facts, sys.argv)
     with system_refusals(job.directory):
+        RunDirectory(job.directory).watch(job.facts)  # refuses a broken curve now
         directory = admit(*how, resume=job.resume, newest=newest, damaged=lost)
         if logs_to_wandb:
             wandb_run.keep_id(directory.path)
@@ -308,7 +306,7 @@ def show_plan(job: Job, made: list[checks.Check]) -> None:
     """Print on rank 0 the plan of the job, and what was found on the machines."""
     from data.text.held_out import describe_text
     from launch.records.directory import RunDirectory
-    from launch.records.plan_text import Surroundings, describe_plan
+    from launch.records.plan_text import NO_CURVE, Surroundings, describe_plan
     from launch.training import plan_checks
 
     if processes.rank() == 0:
@@ -330,7 +328,7 @@ def show_plan(job: Job, made: list[checks.Check]) -> None:
             recipe_of=job.facts.recipe_of,
             started=processes.world_size(),
             text=text,
-            reference=watch and watch.standing,
+            reference=watch or NO_CURVE,
             seconds=job.facts.seconds,
         )
         columns = terminal.columns()
