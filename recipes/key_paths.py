@@ -222,16 +222,17 @@ DEVIATING = Keys(but={*NO_NUMBER, "branch", "batch.micro", "batch.accumulation"}
 # Change the amount of work: a ratio would compare two things.
 WORK = Keys({"model", "sequence_length", "batch.global", "activation_checkpointing"})
 # Decide the text, its tokens or the objective, and so whether two losses are comparable.
-_TEXT = {
-    "data",
-    "model.vocab_size",
-    "model.family",
-    "model.sentence_head",
-    "model.task_head",
-    "task.name",
-}
-TEXT = Keys(_TEXT, but={"data.streaming"})
-TEXT_OF_GPT = Keys(_TEXT, but={"data.streaming", "data.masking"})
+TEXT = Keys(
+    {
+        "data",
+        "model.vocab_size",
+        "model.family",
+        "model.sentence_head",
+        "model.task_head",
+        "task.name",
+    },
+    but={"data.streaming"},
+)
 # Decide the loss curve, but for the seed: the fingerprint of a reference curve. The end of the schedule is
 # one of them, the end of the run is not: a short run is the beginning of a long one.
 _NOT_OF_VALIDATION = {f"run.{key}" for key in children(Run)} - {

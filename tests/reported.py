@@ -119,6 +119,7 @@ def make_run(  # noqa: PLR0913 - tests name what they change
     finished=True,
     overrides=None,
     environment=None,
+    unigram=5.2,
     **facts,
 ) -> Path:
     """A run directory as `launch/pretrain.py` leaves it, its result made by the function that makes them.
@@ -157,7 +158,7 @@ def make_run(  # noqa: PLR0913 - tests name what they change
     at.write_description(plan, [launch])
     if finished:
         made = result.make_result(
-            RunFacts(plan, launch.recipe, MACHINE, original, tiny, entropies=Entropies(5.7, 5.2)),
+            RunFacts(plan, launch.recipe, MACHINE, original, tiny, entropies=Entropies(5.7, unigram)),
             metrics.read_metrics(at.metrics_jsonl),
             Ending(status, peaks=Peaks(cached_bytes=cached)),
         )

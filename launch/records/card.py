@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from matplotlib.figure import Figure
 from matplotlib.font_manager import findfont, get_font
@@ -12,9 +13,11 @@ from matplotlib.font_manager import findfont, get_font
 from launch.console.text_table import loss, number
 from launch.records.loss_plot import INK, PANELS, QUIET, draw_losses, without_formulas
 from launch.records.metrics import Records, stretches
-from launch.records.reference import Reference
 from launch.records.result import Result
 from recipes.problems import counted
+
+if TYPE_CHECKING:
+    from launch.records.reference import Reference
 
 SIZE = (12, 6.3)  # inches of 100 pixels, as sites show a link: 1200 x 630
 CURVE = (0.065, 0.3, 0.42, 0.52)  # left, bottom, width and height, in shares

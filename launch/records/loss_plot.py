@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -16,9 +16,11 @@ from matplotlib.ticker import MaxNLocator
 
 from launch.records.facts import Entropies
 from launch.records.metrics import Records, curve
-from launch.records.reference import Reference
 from launch.records.result import Result
 from recipes.families import LossFigure
+
+if TYPE_CHECKING:
+    from launch.records.reference import Reference
 
 INK = "#1c2024"
 QUIET = "#5d6670"

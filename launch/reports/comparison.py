@@ -21,7 +21,7 @@ from launch.reports.entries import (
 from launch.reports.frames import ReportTable
 from launch.reports.runs import ReportedRun
 from recipes import key_paths
-from recipes.key_paths import NO_NUMBER, PLACES, TEXT, TEXT_OF_GPT
+from recipes.key_paths import NO_NUMBER, PLACES, TEXT
 from recipes.problems import counted
 
 MOST_COMPARED = 6  # runs; a table of more columns is unreadable
@@ -105,7 +105,7 @@ def _change(a: ReportedRun, b: ReportedRun, column: Column, why: str | None) -> 
     """Write the change from `a` to `b`, or why there is none; `why`: against comparing losses."""
     first = column.of(a.result)
     value = column.of(b.result)
-    if first is None or value is None:
+    if first is None or value is None or column.change == "none":
         return NOTHING
     if column.change == "loss" and why:
         return "not comparable"
@@ -136,13 +136,11 @@ def incomparable(a: ReportedRun, b: ReportedRun) -> str | None:
     if a.recipe is None or b.recipe is None:
         unread = a if a.recipe is None else b
         return f"{beginning}: the recipe of {unread.label} cannot be read"
-    both_gpt = a.recipe.model.family == b.recipe.model.family == "gpt2"
-    asked = TEXT_OF_GPT if both_gpt else TEXT
     own = a.result.entropies
     entropies = b.result.entropies
     same = own.same_text(entropies)
     changed = []
-    for key, one, other in key_paths.changes(a.recipe, b.recipe, asked):
+    for key, one, other in key_paths.changes(a.recipe, b.recipe, TEXT):
         if not (same and key in PLACES):
             changed.append(f"{key}: {_text(one)} / {_text(other)}")
     if changed:

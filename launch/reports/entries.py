@@ -45,7 +45,7 @@ class Column(NamedTuple):
     key: str
     heading: str
     of: Callable[[Result], Any]
-    change: Literal["difference", "ratio", "loss"] = "ratio"
+    change: Literal["difference", "ratio", "loss", "none"] = "ratio"
 
     def text(self, run: ReportedRun) -> str:
         """Write the value of a run."""
@@ -90,6 +90,7 @@ QUANTITIES = (
         "cached_gb", "cached per GPU (GB)", lambda r: gigabytes(r.memory.cached_bytes)
     ),
     Column("parameters", "parameters", lambda r: r.parameters),
+    Column("judgement", "next to its recipe's curve", lambda r: r.judgement, "none"),
 )
 COLUMNS = {column.key: column for column in (*COUNTS, *QUANTITIES)}
 TIME = "time_per_iteration_s"
@@ -104,6 +105,7 @@ _MEASURED_KEYS = (
     "exact_tflops",
     "cached_gb",
     "parameters",
+    "judgement",
 )
 MEASURED = tuple(COLUMNS[key] for key in _MEASURED_KEYS)
 

@@ -704,7 +704,13 @@ ASKED = {
     ),
     "DEVIATING": ("optimizer.lr batch.global", "batch.micro batch.accumulation branch run.save_every"),
     "TEXT": ("data.name data.masking.probability model.vocab_size task.name", "data.streaming model.layers"),
-    "TEXT_OF_GPT": ("data.name", "data.masking.probability data.streaming"),
+    "CURVE": (
+        "model.layers sequence_length batch.global batch.rampup.start optimizer.lr schedule.decay_steps "
+        "dropout.hidden init_std data.masking.probability data.attend run.validation_samples",
+        "seed precision parallel.tp batch.micro batch.accumulation activation_checkpointing curve steps branch "
+        "model.implementation model.vocab_divisible_by run.validate_every run.check_every data.broken_records",
+    ),
+    "PLACES": ("data.name data.tokenizer.path data.source", "data.validation_every data.attend"),
     "WORK": ("model.layers sequence_length batch.global", "batch.micro seed"),
     "PRETRAINED": ("steps optimizer.lr data.name", "precision seed"),
     "NEXT_STEP": ("seed data.name batch.rampup.start", "batch.micro optimizer.lr"),

@@ -13,7 +13,14 @@ from PIL import Image
 
 from launch.records.card import draw_card
 from launch.records.facts import Entropies, Parts, StepRecord
-from launch.records.loss_plot import CurveName, moving_average, plot_loss, step_ticks, write_in_margin
+from launch.records.loss_plot import (
+    CurveName,
+    draw_entropies,
+    moving_average,
+    plot_loss,
+    step_ticks,
+    write_in_margin,
+)
 from launch.records.metrics import BranchRecord, LaunchRecord, Records, SpeedSettings, ValidationRecord
 from launch.records.result import HeldOutLoss, Losses, Result, Speed, TrainingLoss
 from recipes.families import MASKED_FIGURES, TOKEN_FIGURES
@@ -56,6 +63,13 @@ def test_references_are_named_beside_the_axes_and_not_one_over_another(axes):
     assert all(box.x0 >= axes.get_window_extent().x1 for box in boxes)
     assert all(low.y1 <= high.y0 for low, high in zip(boxes, boxes[1:], strict=False))
     assert {text.get_text() for text in axes.texts} >= {"above ↑", "below ↓", "a"}
+
+
+def test_entropies_far_from_the_curves_take_nothing_of_the_axis(axes):
+    axes.plot([1, 2], [4.0, 3.5])
+    names = draw_entropies(axes, Entropies(10.8, 3.9))
+    assert axes.get_ylim()[1] < 4.1 and len(axes.lines) == 2
+    assert [name.text for name in names] == ["uniform 10.800", "unigram 3.900"]
 
 
 def run_of(figures=TOKEN_FIGURES, **facts) -> tuple[Records, Result]:

@@ -8,22 +8,13 @@ from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
-from matplotlib.figure import Figure
 from reported import Page, make_run, plots, read_of, step
 
 from launch import report
+from launch.records.facts import Entropies
 from launch.reports.comparison import result_rows
 from launch.reports.entries import COLUMNS
-from launch.reports.plots import MOST_POINTS, PALETTE, draw_references, losses, new_axes, thin
-
-
-def test_references_far_from_the_curves_take_nothing_of_the_axis():
-    for entropy, label, lines in ((10.8, "uniform 10.800 ↑", 1), (3.9, "uniform 3.900", 2)):
-        axes = new_axes(Figure(figsize=(4, 3), layout="constrained"), "", "", "")
-        axes.plot([1, 2], [4.0, 3.5])
-        draw_references(axes, [("uniform", entropy)])
-        assert axes.get_ylim()[1] < 4.1 and [text.get_text() for text in axes.texts] == [label]
-        assert len(axes.lines) == lines
+from launch.reports.plots import MOST_POINTS, PALETTE, losses, thin
 
 
 def test_curves_that_coincide_are_told_apart_and_validations_named(tables, tmp_path):
@@ -125,7 +116,8 @@ def test_losses_that_cannot_be_compared_are_not_in_one_figure(tables, tmp_path):
     run = read_of(make_run(tmp_path / "a", tables, "widgets/fast"), tables, "mine")
     same = read_of(make_run(tmp_path / "b", tables, "widgets/fast"), tables, "same")
     elsewhere = run.recipe.model_copy(update={"data": run.recipe.data.model_copy(update={"name": "x"})})
-    other = replace(run, label="other", plan=replace(run.plan, recipe=elsewhere))
+    result = replace(run.result, entropies=Entropies(5.7, 5.0))
+    other = replace(run, label="other", plan=replace(run.plan, recipe=elsewhere), result=result)
     mixed = [run, other, same]
     held = [
         [name for name in ("mine", "other", "same") if f">{name} 5.0000<" in f.svg] for f in losses(mixed)
