@@ -1,12 +1,13 @@
 """Reference curves: what runs of one recipe came to under several seeds, in a file.
 
-The file holds the facts that decide the curve, what the runs were made with, and the figures of each run in a
-line. Medians and bands are computed where they are shown.
+The file holds the facts that decide the curve, what the runs were made with, and each run's figures by
+step. Medians and bands are computed where they are shown.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ class Curve:
         curve_of: name of the recipe, table/row.
         facts: the keys that decide a curve (`CURVE`), with their values.
         entropies: of the validation text; they tell texts and vocabularies apart.
-        made: hardware, precision, versions and commit of the runs, for a reader.
+        made_by: hardware, precision, versions and commit of the runs, for a reader.
         runs: by seed.
         misuses: first steps of runs with one mistake each, by its name.
     """
@@ -43,7 +44,7 @@ class Curve:
     curve_of: str
     facts: dict[str, Any]
     entropies: Entropies
-    made: list[dict[str, Any]]
+    made_by: list[dict[str, Any]]
     runs: dict[int, Series]
     misuses: dict[str, Series] = field(default_factory=dict)
 
@@ -104,16 +105,17 @@ def facts_of(recipe: Recipe) -> dict[str, Any]:
 
 def read(path: Path) -> Curve:
     """Read a curve. Raises FileError."""
-    return files.checked(_FORM, files.read_json_object(path), path)
+    curve: Curve = files.checked(_FORM, files.read_json_object(path), path)
+    lengths = set[int]()
+    for run in curve.runs.values():
+        lengths |= {len(run.loss), len(run.grad_norm)}
+    if len(lengths) != 1:
+        files.refuse(path, "has no runs, or runs of different lengths")
+    return curve
 
 
 def write(path: Path, curve: Curve) -> None:
-    """Write the file of a curve."""
-    known = _FORM.dump_python(curve, mode="json")
-    text = ""
-    for section in ("runs", "misuses"):
-        runs = known.pop(section).items()
-        lines = ",\n".join(f'"{key}":{json.dumps(run)}' for key, run in runs)
-        text += f',\n "{section}": {{\n{lines}\n }}'
-    head = json.dumps(known, indent=1, ensure_ascii=False).removesuffix("\n}")
-    write_atomically(path, f"{head}{text}\n}}\n")
+    """Write the file of a curve, each series in a line."""
+    text = json.dumps(_FORM.dump_python(curve, mode="json"), indent=1)
+    lines = re.sub(r'\[[^][{"]+\]', lambda series: " ".join(series[0].split()), text)
+    write_atomically(path, f"{lines}\n")

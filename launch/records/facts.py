@@ -114,23 +114,16 @@ class Judgement:
     apart: Finite = 0.0  # by so many nats; of a norm the factor
     causes: tuple[str, ...] = ()  # of the measured misuses, the likeliest first
 
-    @property
-    def short(self) -> str:
-        """The judgement in the line of a validation."""
-        no = "not " * (self.since is not None)
-        return f"{no}as expected ({self.difference:+.3f}; seeds ±{self.spread:.2g})"
-
     def __str__(self) -> str:
+        numbers = f"({self.difference:+.3f}; seeds ±{self.spread:.2g})"
         if self.since is None:
-            return self.short
-        side = "above" if self.apart > 0 else "below"
-        by = f"{abs(self.apart):.2g} {side}"
+            return f"as expected {numbers}"
+        by = f"{abs(self.apart):.2g} {'above' if self.apart > 0 else 'below'}"
         if self.figure == "gradient norm":
             by = f"{self.apart:.2g} times"
         likely = f"; likely: {', '.join(self.causes)}" if self.causes else ""
-        return (
-            f"{self.figure} {by} what this recipe gives since step {self.since}{likely}"
-        )
+        since = f"what this recipe gives since step {self.since}"
+        return f"{self.figure} {by} {since} {numbers}{likely}"
 
 
 @dataclass(frozen=True)

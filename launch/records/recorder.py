@@ -214,15 +214,14 @@ class Recorder(SilentRecorder):
             self._event(kind, record, ("loss", *parts))
             shown = ", ".join(shown_figures(record, self._figures).values())
             judged = None
-            watch = self._watch
-            if watch and kind == "validation":
-                judged = watch.judge(record)
-            self._write(replace(record, judgement=judged))
+            colour = terminal.BOLD
+            if self._watch and kind == "validation":
+                judged = self._watch.judge(record)
             if judged:
-                shown += f", {judged.short}"
-            self._screen.line(f"step {step}: {kind} {shown}", terminal.BOLD)
-            if watch and judged and watch.is_news(judged):
-                self.warn(f"step {step}: {judged}")
+                shown += f", {judged}"
+                colour = colour if judged.since is None else terminal.YELLOW
+            self._write(replace(record, judgement=judged))
+            self._screen.line(f"step {step}: {kind} {shown}", colour)
 
     def save(self, saved: SaveOutcome) -> None:
         with self.keeping("the record of a save"):

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated
 
 import numpy as np
-from pydantic import PlainSerializer, PlainValidator
+from pydantic import PlainSerializer, PlainValidator, TypeAdapter
 
 from launch.records.facts import Finite, Judgement
+
+_NUMBERS = TypeAdapter(list[Finite | None])
+
+
+def parsed(values: object) -> np.ndarray:
+    """Return a list of JSON as an array, null as nan."""
+    return np.array(_NUMBERS.validate_python(values), dtype=float)
 
 
 def listed(values: np.ndarray) -> list[float | None]:
@@ -19,9 +25,7 @@ def listed(values: np.ndarray) -> list[float | None]:
 
 
 # by optimizer step, step 1 first; nan where a step was skipped
-Figures = Annotated[
-    np.ndarray, PlainValidator(partial(np.array, dtype=float)), PlainSerializer(listed)
-]
+Figures = Annotated[np.ndarray, PlainValidator(parsed), PlainSerializer(listed)]
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,6 @@ class ReferenceWatch:
         self.figures = curves.RunFigures(figure, before, steps)
         self._seed = recipe.seed
         self._name = curve.curve_of
-        self._outside: object = None
 
     def __str__(self) -> str:
         if self.why_not:
@@ -46,9 +45,3 @@ class ReferenceWatch:
         if not self.figures.validated(record):
             return None
         return self.reference.judge(self.figures.until(record.step), self._seed)
-
-    def is_news(self, judged: Judgement) -> bool:
-        """Check whether a run is outside of the curve, in another way than at the validation before."""
-        before = self._outside
-        self._outside = judged.since, judged.causes
-        return judged.since is not None and before != self._outside

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from launch.console import arguments
+from launch.console.new_output import new_file
+from launch.records.curves import Curve, RunFigures, facts_of, write
+from launch.records.directory import RunDirectory
+from launch.records.metrics import read_metrics
+from launch.records.result import read_result
+from launch.reports.runs import find
 from recipes.problems import Problem, ProblemsError, counted
 
-if TYPE_CHECKING:
-    from launch.records.curves import Curve
-
 LEAST_SEEDS = 3
-MADE_WITH = ("cpu", "cores", "accelerator", "accelerators", "versions", "git")
 ABOUT = """\
 Make the reference curve of a recipe of your own runs of it: at least three,
 whole, from random weights, under different seeds. With --set curve=FILE, or
@@ -34,10 +36,6 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the curve and return the exit code. Raises ProblemsError with every problem."""
-    from launch.console.new_output import new_file
-    from launch.records.curves import write
-    from launch.reports.runs import find
-
     out = new_file("--out", args.out, (".json",))
     curve: Curve | None = None
     problems = list[Problem]()
@@ -61,22 +59,16 @@ def run(args: argparse.Namespace) -> int:
 
 def with_run(curve: Curve | None, path: Path) -> Curve:
     """Add a run to a curve, or begin one. Raises ValueError: it is not whole, or not of the recipe."""
-    from launch.records.curves import Curve, RunFigures, facts_of
-    from launch.records.directory import RunDirectory
-    from launch.records.metrics import read_metrics
-    from launch.records.result import read_result
-
     at = RunDirectory(path)
     recipe = at.recipe()
     launches = at.launches()
     result = read_result(at.result_json)
     records = read_metrics(at.metrics_jsonl)
-    if result.status != "ok" or len(records.steps) < recipe.steps:
-        raise ValueError(
-            f"{len(records.steps)} of {recipe.steps} steps, {result.status}"
-        )
-    known = facts_of(recipe)
-    curve = curve or Curve(launches[-1].row, known, result.entropies, [], {})
+    made = len(records.steps)
+    if result.status != "ok" or made < recipe.steps or not launches:
+        raise ValueError(f"{made:,} of {recipe.steps:,} steps, {result.status}")
+    facts = facts_of(recipe)
+    curve = curve or Curve(launches[-1].row, facts, result.entropies, [], {})
     given = any(launch.initial_weights for launch in launches)
     why_not = curve.why_not(recipe, result.entropies, given)
     if recipe.seed in curve.runs:
@@ -87,10 +79,11 @@ def with_run(curve: Curve | None, path: Path) -> Curve:
         raise ValueError(why_not)
     figures = RunFigures(recipe.model.figures[0], records, recipe.steps)
     curve.runs[recipe.seed] = figures.until(recipe.steps)
-    made = {key: launches[-1].machine.get(key) for key in MADE_WITH}
-    made["precision"] = result.precision
-    if made not in curve.made:
-        curve.made.append(made)
+    machine = launches[-1].machine
+    by = {key: machine.get(key) for key in ("versions", "git")}
+    by |= {"hardware": result.hardware, "precision": result.precision}
+    if by not in curve.made_by:
+        curve.made_by.append(by)
     if result.skipped_steps:
         print(f"{path}: {counted(result.skipped_steps, 'skipped step')}")
     return curve
