@@ -54,7 +54,7 @@ class Curve:
         `entropies`: unknown before the text is read. `given`: weights that it began with.
         """
         if given or recipe.branch:
-            return f"{self.curve_of}'s curve begins with random weights"
+            return f"it goes on from a run or from weights, {self.curve_of}'s curve from none"
         apart = differences(self.facts, facts_of(recipe))
         if self.entropies.same_text(entropies):
             apart = [each for each in apart if each[0] not in PLACES]

@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from recorded import facts, outcome, plan, recipe, recorder
 from reported import make_run, read_of, step, validations, write_tables
 
+from launch import pretrain, report
 from launch import recipe as recipe_command
-from launch import report
 from launch.records import curves
 from launch.records.curves import Curve, facts_of
 from launch.records.directory import RunDirectory
@@ -22,6 +22,8 @@ from launch.records.loss_plot import draw_losses
 from launch.records.metrics import read_metrics
 from launch.records.reference import Reference, Series
 from launch.records.result import read_result
+from launch.training import start
+from launch.training.job import Job
 from recipes import catalog
 from recipes.problems import ProblemsError
 from recipes.schema import Branch
@@ -90,7 +92,7 @@ def test_a_text_is_that_of_the_curve_by_its_entropy(file):
 
 
 def test_runs_that_begin_elsewhere_have_no_curve(file):
-    begun = "table/small's curve begins with random weights"
+    begun = "it goes on from a run or from weights, table/small's curve from none"
     branch = Branch(run="/runs/a", step=5, stretches=[(0, 0, 8)])
     assert why_not(file, recipe(branch=branch)) == why_not(file, given={"directory": "x"}) == begun
 
@@ -121,6 +123,7 @@ def train(path: Path, recipe_, stream=None, first=0, last=STEPS) -> RunDirectory
             records.step(outcome(6.0 - 0.1 * number, step=number, data_seconds=0.0, skipped=skipped))
             if number % 10 == 0:
                 records.validation(number, Validation(6.0 - 0.1 * number))
+        records.validation(last, Validation(9.0), "test")
         records.finish(Ending())
     return RunDirectory(path)
 
@@ -166,6 +169,19 @@ def test_a_run_beyond_its_curve_or_of_another_recipe_is_not_judged(file, tmp_pat
     assert "(after step 20, uniform 5.7000, unigram 5.0000)" in said and len(judge.asked) == 2
     train(tmp_path / "none", recipe(), shown := io.StringIO())
     assert "none: no curve of this recipe was measured" in " ".join(shown.getvalue().split())
+
+
+def test_a_plan_names_the_curve_and_a_start_refuses_a_broken_one(tmp_path, capsys):
+    def planned(*words: object) -> Job:
+        words = ("--plan", "--ds_config", "zero1", "--out", tmp_path / "run", *words)
+        return pretrain.checked_job(pretrain.build_parser().parse_args([*map(str, words)]))
+
+    start.show_plan(planned(), [])
+    assert "reference curve of default/sotu, 10 seeds" in " ".join(capsys.readouterr().out.split())
+    (tmp_path / "broken.json").write_text("{}")
+    with pytest.raises(ProblemsError, match="broken.json: has no curve_of"):
+        start.open_run_directory(planned("--set", f"curve={tmp_path}/broken.json"))
+    assert not (tmp_path / "run").exists()
 
 
 def test_weights_given_to_an_earlier_launch_count(file, tmp_path):
