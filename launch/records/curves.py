@@ -1,7 +1,7 @@
-"""Reference curves: what runs of one recipe came to under several seeds, in a file.
+"""Reference curves: what runs of one recipe came to under several seeds; files of them, and the watch by one.
 
-The file holds the facts that decide the curve, what the runs were made with, and each run's figures by
-step. Medians and bands are computed where they are shown.
+A file holds the facts that decide the curve, what the runs were made with, and each run's figures by step.
+Medians and bands are computed where they are shown.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from data.durable_files import write_atomically
-from launch.records.facts import Entropies, StepRecord
+from launch.records.facts import Entropies, Judgement, RunFacts, StepRecord
 from launch.records.metrics import Records, ValidationRecord
-from launch.records.reference import Series
+from launch.records.reference import Reference, Series
 from recipes import files
 from recipes.families import LossFigure
 from recipes.key_paths import CURVE, PLACES, differences, flatten
-from recipes.problems import some
+from recipes.problems import counted, some
 from recipes.schema import Recipe
 
 MOST_NAMED = 3  # keys
@@ -62,7 +62,9 @@ class Curve:
             both = (self.entropies.unigram, entropies.unigram)
             apart.append(("unigram entropy", *both))
         told = [f"{key}={now} is not the {was}" for key, was, now in apart]
-        return f"{some(told, MOST_NAMED)} of {self.curve_of}'s curve" if told else ""
+        if not told:
+            return ""
+        return f"{some(told, MOST_NAMED)} of {self.curve_of}'s curve"
 
 
 _FORM = TypeAdapter(Curve)
@@ -116,6 +118,45 @@ def read(path: Path) -> Curve:
 
 def write(path: Path, curve: Curve) -> None:
     """Write the file of a curve, each series in a line."""
-    text = json.dumps(_FORM.dump_python(curve, mode="json"), indent=1)
+    known = _FORM.dump_python(curve, mode="json")
+    text = json.dumps(known, indent=1)
     lines = re.sub(r'\[[^][{"]+\]', lambda series: " ".join(series[0].split()), text)
     write_atomically(path, f"{lines}\n")
+
+
+class ReferenceWatch:
+    """Judges a run at each validation.
+
+    Attributes:
+        why_not: the reason why it is not to be judged; "": it is.
+        reference: the runs that it is judged by.
+        figures: its own so far.
+    """
+
+    def __init__(self, file: Path, run: RunFacts, given: object, before: Records):
+        """Read the file of the recipe's curve. Raises FileError.
+
+        `given`: weights of the run's start; `before`: what a resumed run has recorded.
+        """
+        curve = read(file)
+        recipe = run.plan.recipe
+        self.why_not = curve.why_not(recipe, run.entropies, given)
+        self.reference = Reference(curve.runs, curve.misuses)
+        steps = min(len(each.loss) for each in curve.runs.values())
+        figure = recipe.model.figures[0]
+        self.figures = RunFigures(figure, before, steps)
+        self._seed = recipe.seed
+        self._name = curve.curve_of
+
+    def __str__(self) -> str:
+        if self.why_not:
+            return f"none: {self.why_not}"
+        seeds = counted(len(self.reference.runs), "seed")
+        return f"curve of {self._name}, {seeds}"
+
+    def judge(self, record: ValidationRecord) -> Judgement | None:
+        """Judge the run at a validation; None: after the curve's end, or the loss is not finite."""
+        if not self.figures.validated(record):
+            return None
+        run = self.figures.until(record.step)
+        return self.reference.judge(run, self._seed)

@@ -44,7 +44,7 @@ from recipes import catalog, files
 from recipes.schema import Recipe
 
 if TYPE_CHECKING:
-    from launch.records.reference_watch import ReferenceWatch
+    from launch.records.curves import ReferenceWatch
 
 GIVE = "give the directory of a run, which holds its recipe.yaml"
 # of the name of a checkpoint while it is written, or of one that a killed run left half written
@@ -209,12 +209,14 @@ class RunDirectory:
     def watch(self, run: RunFacts) -> ReferenceWatch | None:
         """Return what judges a run by the curve of its recipe; None: there is no curve. Raises FileError."""
         stated = run.plan.recipe.curve
-        own = catalog.CURVES / f"{run.name.replace('/', '-')}.json"
-        file = files.path_of(stated, "curve") if stated else own
-        if not (stated or own.is_file()):
+        name = run.name.replace("/", "-")
+        file = catalog.CURVES / f"{name}.json"
+        if stated:
+            file = files.path_of(stated, "curve")
+        elif not file.is_file():
             return None
+        from launch.records.curves import ReferenceWatch
         from launch.records.metrics import read_metrics
-        from launch.records.reference_watch import ReferenceWatch
 
         earlier = [each.initial_weights for each in self.launches()]
         given = any((run.initial_weights, *earlier))

@@ -123,7 +123,8 @@ class Judgement:
             by = f"{self.apart:.2g} times"
         likely = f"; likely: {', '.join(self.causes)}" if self.causes else ""
         since = f"what this recipe gives since step {self.since}"
-        return f"{self.figure} {by} {since} {numbers}{likely}"
+        outside = f"{self.figure} {by}".removeprefix("validation loss ")
+        return f"{outside} {since} {numbers}{likely}"
 
 
 @dataclass(frozen=True)

@@ -155,7 +155,8 @@ def draw_band(axes: Axes, reference: Reference, steps: int) -> CurveName:
     across = range(1, len(median) + 1)
     axes.fill_between(across, low, high, color=QUIET, alpha=0.2, linewidth=0)
     axes.plot(across, median, color=QUIET, linewidth=0.6)
-    return CurveName(median[-1], f"{len(losses)} seeds {median[-1]:.4f}", QUIET)
+    last = median[-1]
+    return CurveName(last, f"{len(losses)} seeds {last:.4f}", QUIET)
 
 
 def without_formulas(picture: Figure) -> None:

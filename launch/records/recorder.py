@@ -39,7 +39,7 @@ from recipes.families import LossFigure
 from recipes.problems import amount, counted, system_error, system_problem, visible
 
 if TYPE_CHECKING:
-    from launch.records.reference_watch import ReferenceWatch
+    from launch.records.curves import ReferenceWatch
     from launch.records.result import Result
 
 RANK_TIMES = (
@@ -219,7 +219,8 @@ class Recorder(SilentRecorder):
                 judged = self._watch.judge(record)
             if judged:
                 shown += f", {judged}"
-                colour = colour if judged.since is None else terminal.YELLOW
+            if judged and judged.since is not None:
+                colour = terminal.YELLOW
             self._write(replace(record, judgement=judged))
             self._screen.line(f"step {step}: {kind} {shown}", colour)
 
