@@ -118,10 +118,13 @@ class Judgement:
         numbers = f"({self.difference:+.3f}; seeds ±{self.spread:.2g})"
         if self.since is None:
             return f"as expected {numbers}"
-        by = f"{abs(self.apart):.2g} {'above' if self.apart > 0 else 'below'}"
+        side = "above" if self.apart > 0 else "below"
+        by = f"{abs(self.apart):.2g} {side}"
         if self.figure == "gradient norm":
             by = f"{self.apart:.2g} times"
-        likely = f"; likely: {', '.join(self.causes)}" if self.causes else ""
+        likely = ""
+        if self.causes:
+            likely = f"; likely: {', '.join(self.causes)}"
         since = f"what this recipe gives since step {self.since}"
         outside = f"{self.figure} {by}".removeprefix("validation loss ")
         return f"{outside} {since} {numbers}{likely}"
