@@ -65,7 +65,9 @@ def with_run(curve: Curve | None, path: Path) -> Curve:
     result = read_result(at.result_json)
     records = read_metrics(at.metrics_jsonl)
     made = len(records.steps)
-    if result.status != "ok" or made < recipe.steps or not launches:
+    if not launches:
+        raise ValueError(f"{at.environment_json} names no launch")
+    if result.status != "ok" or made < recipe.steps:
         raise ValueError(f"{made:,} of {recipe.steps:,} steps, {result.status}")
     facts = facts_of(recipe)
     curve = curve or Curve(launches[-1].row, facts, result.entropies, [], {})
