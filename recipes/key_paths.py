@@ -235,7 +235,7 @@ TEXT = Keys(
 )
 # Decide the loss curve, but for the seed: the fingerprint of a reference curve. The end of the schedule is
 # one of them, the end of the run is not: a short run is the beginning of a long one.
-_NOT_OF_VALIDATION = {f"run.{key}" for key in children(Run)} - {
+_NOT_OF_VALIDATION = {f"run.{key}" for key in Run.model_fields} - {
     "run.validation_samples"
 }
 CURVE = Keys(but={*RESUMABLE - {"run"}, *_NOT_OF_VALIDATION, "seed", "branch"})
