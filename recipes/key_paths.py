@@ -239,7 +239,7 @@ _NOT_OF_VALIDATION = {f"run.{key}" for key in Run.model_fields} - {
     "run.validation_samples"
 }
 CURVE = Keys(but={*RESUMABLE - {"run"}, *_NOT_OF_VALIDATION, "seed", "branch"})
-# Of these, where text and vocabulary were found: their checksums say more.
+# Of these, where text and vocabulary were found: the unigram entropy tells whether they are the same.
 PLACES = Keys(
     {
         "data.source",
