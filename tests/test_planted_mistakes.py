@@ -5,6 +5,7 @@ import sys
 
 import pytest
 from launching import ROOT
+from misuses import MISUSES
 from planted_mistakes import MISTAKES
 
 
@@ -14,6 +15,13 @@ def test_a_mistake_can_be_planted_and_its_test_is_there(mistake):
     assert code.count(mistake.right) == 1 and mistake.wrong != mistake.right
     file, _, name = mistake.test.partition("::")
     assert f"def {name or 'test_'}" in (ROOT / file).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("misuse", MISUSES, ids=lambda misuse: misuse.name)
+def test_a_misuse_can_be_planted(misuse):
+    for file, right, wrong in misuse.edits:
+        code = (ROOT / file).read_text(encoding="utf-8")
+        assert code.count(right) == 1 and wrong != right
 
 
 @pytest.mark.long

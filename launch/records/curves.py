@@ -38,7 +38,8 @@ class Curve:
         entropies: of the validation text; they tell texts and vocabularies apart.
         made_by: hardware, precision, versions and commit of the runs, for a reader.
         runs: by seed.
-        misuses: first steps of runs with one mistake each, by its name.
+        repeats: second runs of some seeds, in another precision or layout.
+        misuses: first steps of runs with one mistake each, by its name, all of the seed `misused`.
     """
 
     curve_of: str
@@ -46,7 +47,13 @@ class Curve:
     entropies: Entropies
     made_by: list[dict[str, Any]]
     runs: dict[int, Series]
+    repeats: dict[int, Series] = field(default_factory=dict)
     misuses: dict[str, Series] = field(default_factory=dict)
+    misused: int = 0
+
+    @property
+    def reference(self) -> Reference:
+        return Reference(self.runs, self.misuses, self.repeats, self.misused)
 
     def why_not(self, recipe: Recipe, entropies: Entropies, given: object) -> str:
         """Say why a run is not to be judged by the curve; "": it is.
@@ -141,7 +148,7 @@ class ReferenceWatch:
         curve = read(file)
         recipe = run.plan.recipe
         self.why_not = curve.why_not(recipe, run.entropies, given)
-        self.reference = Reference(curve.runs, curve.misuses)
+        self.reference = curve.reference
         steps = min(len(each.loss) for each in curve.runs.values())
         figure = recipe.model.figures[0]
         self.figures = RunFigures(figure, before, steps)

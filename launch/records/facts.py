@@ -104,18 +104,20 @@ class Judgement:
     """A run at a validation next to the reference curve of its recipe."""
 
     step: int
-    difference: Finite  # validation loss minus what the curve has there, nats
+    difference: Finite  # `compared` minus what the curve has there, nats
     spread: Finite  # half of the width of the seeds' band there
     # the first step outside of what the curve has; None: the run is as expected
     since: int | None = None
-    figure: str = (
-        ""  # "training loss", "validation loss" or "gradient norm", which is outside
-    )
+    # "training loss", "gradient norm" or "validation loss", which is outside
+    figure: str = ""
     apart: Finite = 0.0  # by so many nats; of a norm the factor
     causes: tuple[str, ...] = ()  # of the measured misuses, the likeliest first
+    # or "training loss", at a step of which the curve has no validation
+    compared: str = "validation loss"
 
     def __str__(self) -> str:
-        numbers = f"({self.difference:+.3f}; seeds ±{self.spread:.2g})"
+        of = f"{self.compared} ".removeprefix("validation loss ")
+        numbers = f"({of}{self.difference:+.3f}; seeds ±{self.spread:.2g})"
         if self.since is None:
             return f"as expected {numbers}"
         side = "above" if self.apart > 0 else "below"

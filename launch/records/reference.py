@@ -1,16 +1,37 @@
-"""The judgement of a run by runs of the same recipe with other seeds."""
+"""The judgement of a run by runs of the same recipe.
+
+Judged are the means over `WINDOW` steps of the training loss and of the gradient norm's logarithm, and the
+validation losses. A run of a seed that the reference has differs from that one by rounding alone, which
+repeats of a seed in other precisions bound. A run of another seed has other batches: it may be as far as
+`SCATTERS` standard deviations of the seeds from their median. Both bounds were chosen on the packaged recipes
+(docs/trouble.md).
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Annotated, NamedTuple
 
 import numpy as np
 from pydantic import PlainSerializer, PlainValidator, TypeAdapter
 
 from launch.records.facts import Finite, Judgement
 
+WINDOW = 10
+SCATTERS = 6.0
+NEIGHBOURS = (
+    31  # steps whose variances are averaged: ten seeds tell that of one step badly
+)
+ROUNDINGS = 4.0  # largest differences of repeats up to a step
+# before repeats differ: of a loss in nats, of a norm's logarithm
+LEAST_BOUND = {"training loss": 2e-3, "gradient norm": 0.02, "validation loss": 2e-3}
+# by which deviations count in the comparison with misuses
+WEIGHTS = {"training loss": 1.0, "gradient norm": 0.5, "validation loss": 3.0}
+MOST_CAUSES = 3
+UNLIKE = 0.9  # distance from which a misuse explains nothing; two unrelated deviations have 0.7 to 1
 _NUMBERS = TypeAdapter(list[Finite | None])
 
 
@@ -36,25 +57,134 @@ class Series:
     grad_norm: Figures
     validation: Mapping[int, Finite]
 
+    def judged(self, steps: int) -> dict[str, np.ndarray]:
+        """Return each judged figure from step 0 to `steps`, (steps + 1,), nan where it is not known."""
+        loss, norm, held_out = np.full((3, steps + 1), np.nan)
+        known = min(steps, len(self.loss))
+        loss[1 : known + 1] = self.loss[:known]
+        norm[1 : known + 1] = np.log(self.grad_norm[:known])
+        for step, value in self.validation.items():
+            if step <= steps:
+                held_out[step] = value
+        means = _recent_means(loss), _recent_means(norm)
+        return dict(zip(LEAST_BOUND, (*means, held_out), strict=True))
+
+
+class Expected(NamedTuple):
+    """What a run of the recipe has by step, and how far from it a sound one may be."""
+
+    center: np.ndarray
+    bound: np.ndarray
+
 
 @dataclass(frozen=True)
 class Reference:
-    """Runs of one recipe by seed, and the beginnings of runs with a mistake each, by its name."""
+    """Runs of one recipe.
+
+    Attributes:
+        runs: by seed.
+        repeats: second runs of some seeds, in another precision.
+        misuses: the beginnings of runs with a mistake each, by its name, of the seed `misused`.
+    """
 
     runs: Mapping[int, Series]
     misuses: Mapping[str, Series]
+    repeats: Mapping[int, Series]
+    misused: int
+
+    @cached_property
+    def _of_seeds(self) -> dict[str, np.ndarray]:
+        """Each judged figure by step, (seeds, steps + 1)."""
+        steps = min(len(each.loss) for each in self.runs.values())
+        judged = [each.judged(steps) for each in self.runs.values()]
+        return {name: np.stack([of[name] for of in judged]) for name in LEAST_BOUND}
+
+    def expected(self, name: str, seed: int | None, steps: int) -> Expected:
+        """Return what a figure is up to a step; `seed` None: of none that the reference has."""
+        of_seeds = self._of_seeds[name][:, : steps + 1]
+        scatter = SCATTERS * np.sqrt(_means_around(of_seeds.var(0, ddof=1)))
+        if seed is None or seed not in self.runs or not self.repeats:
+            return Expected(np.median(of_seeds, 0), scatter)
+        largest = np.zeros(steps + 1)
+        for repeated, repeat in self.repeats.items():
+            apart = repeat.judged(steps)[name] - self.runs[repeated].judged(steps)[name]
+            largest = np.fmax(largest, np.fmax.accumulate(np.abs(apart)))
+        bound = LEAST_BOUND[name] + ROUNDINGS * largest
+        return Expected(self.runs[seed].judged(steps)[name], np.fmin(bound, scatter))
 
     def judge(self, run: Series, seed: int) -> Judgement:
-        """Judge a run with validations, of `seed`, no longer than these."""
-        step = max(run.validation)
-        band = [np.interp(step, *self._points(each)) for each in self.runs.values()]
-        spread = (max(band) - min(band)) / 2
-        difference = run.validation[step] - float(np.median(band))
-        if abs(difference) <= 2 * spread:
-            return Judgement(step, difference, float(spread))
-        causes = (*self.misuses,)[:3]
-        how = (step, "validation loss", difference, causes)
-        return Judgement(step, difference, float(spread), *how)
+        """Judge a run of `seed` with validations, no longer than these, at its last one."""
+        steps = len(run.loss)
+        # a skipped step takes its batch along, so that all later ones have other batches
+        like = None if np.isnan(run.loss).any() else seed
+        compared = "validation loss"
+        if np.isnan(self._of_seeds[compared][:, steps]).any():
+            compared = "training loss"
+        outside = dict[str, tuple[int, float]]()
+        difference = 0.0
+        for name, own in run.judged(steps).items():
+            center, bound = self.expected(name, like, steps)
+            apart = own - center
+            beyond = np.flatnonzero(np.abs(apart) > bound)
+            if len(beyond):
+                outside[name] = int(beyond[0]), float(apart[beyond[-1]])
+            if name == compared:
+                difference = float(apart[-1])
+        spread = float(np.ptp(self._of_seeds[compared][:, steps])) / 2
+        judged = Judgement(steps, difference, spread, compared=compared)
+        if not outside:
+            return judged
+        name, (_, apart) = next(iter(outside.items()))
+        return replace(
+            judged,
+            since=min(outside.values())[0],
+            figure=name,
+            apart=math.exp(apart) if name == "gradient norm" else apart,
+            causes=self.causes(run, like),
+        )
 
-    def _points(self, run: Series) -> tuple[list[int], list[float]]:
-        return list(run.validation), list(run.validation.values())
+    def causes(self, run: Series, seed: int | None) -> tuple[str, ...]:
+        """Return the misuses whose deviations are most like the run's, the likeliest first."""
+        distances = dict[str, float]()
+        for name, misuse in self.misuses.items():
+            steps = min(len(run.loss), len(misuse.loss))
+            own = self._deviation(run, seed, steps)
+            other = self._deviation(misuse, self.misused, steps)
+            known = np.isfinite(own) & np.isfinite(other)
+            lengths = np.linalg.norm(own[known]) + np.linalg.norm(other[known])
+            apart = np.linalg.norm(own[known] - other[known])
+            distances[name] = float(apart / lengths)
+        likely = [name for name in distances if distances[name] < UNLIKE]
+        return tuple(sorted(likely, key=distances.__getitem__)[:MOST_CAUSES])
+
+    def _deviation(self, run: Series, seed: int | None, steps: int) -> np.ndarray:
+        """Return the weighted differences from what is expected, training losses first."""
+        own = run.judged(steps)
+        apart = []
+        for name, weight in WEIGHTS.items():
+            center = self.expected(name, seed, steps).center
+            apart.append(weight * (own[name] - center))
+        return np.concatenate(apart)
+
+
+def _recent_means(values: np.ndarray) -> np.ndarray:
+    """Return the mean of each value and those before it, up to `WINDOW`; nan where none is known."""
+    known = np.isfinite(values)
+    sums = np.cumsum([np.where(known, values, 0.0), known], axis=1)
+    sums[:, WINDOW:] -= sums[:, :-WINDOW].copy()
+    return _quotients(sums[0], sums[1])
+
+
+def _means_around(values: np.ndarray) -> np.ndarray:
+    """Return the mean of each value and its neighbours; nan where none is known."""
+    known = np.isfinite(values)
+    near = np.ones(NEIGHBOURS)
+    first = NEIGHBOURS // 2
+    sums = np.convolve(np.where(known, values, 0.0), near)
+    counts = np.convolve(known, near)
+    return _quotients(sums, counts)[first : first + len(values)]
+
+
+def _quotients(sums: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    unknown = np.full(len(sums), np.nan)
+    return np.divide(sums, counts, out=unknown, where=counts > 0.5)  # type: ignore[no-any-return]

@@ -73,14 +73,15 @@ def with_run(curve: Curve | None, path: Path) -> Curve:
     curve = curve or Curve(launches[-1].row, facts, result.entropies, [], {})
     given = any(launch.initial_weights for launch in launches)
     why_not = curve.why_not(recipe, result.entropies, given)
-    if recipe.seed in curve.runs:
-        why_not = f"seed={recipe.seed} is that of another run, which has the same curve"
+    runs = curve.repeats if recipe.seed in curve.runs else curve.runs
+    if recipe.seed in runs:
+        why_not = f"seed={recipe.seed} is that of two other runs"
     if {len(each.loss) for each in curve.runs.values()} - {recipe.steps}:
         why_not = f"steps={recipe.steps} is not the number of the other runs"
     if why_not:
         raise ValueError(why_not)
     figures = RunFigures(recipe.model.figures[0], records, recipe.steps)
-    curve.runs[recipe.seed] = figures.until(recipe.steps)
+    runs[recipe.seed] = figures.until(recipe.steps)
     machine = launches[-1].machine
     by = {key: machine.get(key) for key in ("versions", "git")}
     by |= {"hardware": result.hardware, "precision": result.precision}

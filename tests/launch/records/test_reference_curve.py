@@ -42,7 +42,7 @@ def file(tmp_path) -> Path:
     path = tmp_path / "mine.json"
     runs = {seed: series(shift) for seed, shift in ((1, -0.01), (2, 0.0), (3, 0.02))}
     known = (facts_of(recipe()), Entropies(5.7, 5.0), [{"cpu": "Abacus"}])
-    curves.write(path, Curve("table/small", *known, runs, {"no warm-up": series(1.0)}))
+    curves.write(path, Curve("table/small", *known, runs, misuses={"no warm-up": series(1.0)}))
     return path
 
 
@@ -200,7 +200,7 @@ def test_the_band_of_the_seeds_is_drawn_in_place_of_entropies(file, tmp_path):
     records, result = read_metrics(at.metrics_jsonl), read_result(at.result_json)
     curve = curves.read(file)
     axes = Figure().add_subplot()
-    draw_losses(axes, records, result, result.figures[0], Reference(curve.runs, {}))
+    draw_losses(axes, records, result, result.figures[0], curve.reference)
     (band,) = axes.collections
     heights = {tuple(point) for point in band.get_paths()[0].vertices.round(4)}
     assert {(1.0, 5.89), (1.0, 5.92), (20.0, 3.99), (20.0, 4.02)} <= heights
@@ -249,6 +249,7 @@ def test_runs_that_are_no_curve_are_refused_all_at_once(tmp_path):
         "e": {"overrides": {"seed": 4, "steps": 30, "schedule": {"decay_steps": 40}}},
         "f": {"overrides": {"seed": 5}, "unigram": 5.3},
         "g": {"overrides": {"seed": 6}, "records": [step(n) for n in range(2, 41)] + validations(40)},
+        "h": {"overrides": {"seed": 1234}},
     }
     for name, change in changes.items():
         make_run(tmp_path / "runs" / name, tables, "widgets/fast", **change)
@@ -257,7 +258,7 @@ def test_runs_that_are_no_curve_are_refused_all_at_once(tmp_path):
         args.run(args)
     lines = str(error.value).splitlines()
     for name, said in {
-        "b": "seed=1234 is that of another run",
+        "h": "seed=1234 is that of two other runs",
         "c": "optimizer.lr=0.003 is not the 0.001 of widgets/fast's curve",
         "d": "40 of 40 steps, interrupted",
         "e": "steps=30 is not the number of the other runs",
