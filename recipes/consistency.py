@@ -17,11 +17,11 @@ from pathlib import Path
 from string import Formatter
 
 from recipes import files
-from recipes.families import PUBLISHED_VOCABULARIES, SMALLEST_BPE, TRAINED
+from recipes.families import OF_CONFIG, PUBLISHED_VOCABULARIES, SMALLEST_BPE, TRAINED
 from recipes.key_paths import paths
 from recipes.layout import share_batch
 from recipes.problems import Key, Problem, Setting, Words, counted, did_you_mean, either
-from recipes.schema import DEEPSPEED_SCHEDULES, Origin, Recipe
+from recipes.schema import DEEPSPEED_SCHEDULES, Dropout, Model, Origin, Recipe
 
 MOST_PROFILED = 100  # steps: a trace grows by megabytes a step
 ORIGIN_FIELDS = tuple(sorted(Origin.model_fields))
@@ -401,10 +401,9 @@ def _implementation(recipe: Recipe) -> Found:
     data = recipe.data
     tp, pp = recipe.parallel.model_parallel
     full = recipe.activation_checkpointing in ("none", "full")
-    masked = recipe.model.facts.masked
-    kind = "BERT" if masked else "GPT-2"
+    only_tuned = recipe.model.family == "bert" and not recipe.task
     for key, wrong, rule, fix in (
-        ("model.family", masked and not recipe.task, "is only fine-tuned", "gpt2"),
+        ("model.family", only_tuned, "is only fine-tuned", "gpt2"),
         (
             "model.attention",
             {*recipe.model.attention} != {"dense"},
@@ -432,8 +431,56 @@ def _implementation(recipe: Recipe) -> Found:
             yield (
                 key,
                 f"{{{key}}} with {{model.implementation}}",
-                f"its {kind} {rule}",
+                f"its {recipe.model.facts.title} {rule}",
                 f"set {key} to {fix}",
+            )
+
+
+# keys of a model that its config leaves to the recipe, or that follow from it
+_BESIDE_CONFIG = ("family", "config", "implementation", "positions")
+
+
+def _config(recipe: Recipe) -> Found:
+    """Check that a config is of transformers, and that nothing contradicts it in silence."""
+    model = recipe.model
+    if model.config is None:
+        yield (
+            "model.family",
+            "{model.family} without {model.config!k}",
+            "it is a model of transformers, by its config",
+            "set model.config to its mapping or directory, or model.family to gpt2 or bert",
+        )
+        return
+    if model.family not in OF_CONFIG:
+        yield (
+            "model.family",
+            "{model.family} with {model.config!k}",
+            "",
+            f"set model.family to {either(OF_CONFIG)}",
+        )
+    if model.implementation != "transformers":
+        yield (
+            "model.implementation",
+            "{model.implementation} with {model.config!k}",
+            "only transformers has the model of a config",
+            "set it to transformers",
+        )
+    for name, field in Model.model_fields.items():
+        read = field.is_required() or name in _BESIDE_CONFIG
+        if not read and getattr(model, name) != field.default:
+            yield (
+                f"model.{name}",
+                f"{{model.{name}}} with {{model.config!k}}",
+                "only our own models read it",
+                "leave it out",
+            )
+    for key, default in (("init_std", 0.02), ("dropout", Dropout())):
+        if getattr(recipe, key) != default:
+            yield (
+                key,
+                f"{{{key}!k}} with {{model.config!k}}",
+                "its config has these numbers under names of its own",
+                f"set them in model.config, and leave {key} out",
             )
 
 
@@ -443,9 +490,9 @@ def _vocabulary(recipe: Recipe) -> Found:
     size = recipe.model.vocab_size
     kind = recipe.data.tokenizer.kind
     both = "{model.vocab_size} with {data.tokenizer.kind}"
-    if kind in PUBLISHED_VOCABULARIES and size != (
-        published := PUBLISHED_VOCABULARIES[kind]
-    ):
+    published = PUBLISHED_VOCABULARIES.get(kind, size)
+    # rows of a config may pad its vocabulary
+    if size < published or (size > published and recipe.model.config is None):
         yield (
             key,
             both,
@@ -686,7 +733,7 @@ def _task_files(recipe: Recipe) -> Found:
 _Rule = Callable[[Recipe], Found]
 _RULES: tuple[_Rule, ...] = (
     _schedule, _optimizer, _rampup, _family, _positions, _heads, _attention, _columns, _implementation,
-    _vocabulary, _tokenizer, _origins, _held_out, _checkpointing, _provenance, _task, _task_files,
+    _config, _vocabulary, _tokenizer, _origins, _held_out, _checkpointing, _provenance, _task, _task_files,
     _profile,
 )  # fmt: skip
 
@@ -754,6 +801,8 @@ def _cells(columns: Sequence[str], recipe: Recipe) -> Found:
 _ABOUT: dict[_Rule, Callable[[Recipe], object]] = {
     _rampup: attrgetter("batch.rampup"),
     _implementation: lambda recipe: recipe.model.implementation == "transformers",
+    _config: lambda recipe: recipe.model.config or recipe.model.family in OF_CONFIG,
+    _heads: lambda recipe: recipe.model.config is None,
     _task: lambda recipe: recipe.task or recipe.model.task_head != "none",
     _task_files: attrgetter("task"),
     _profile: attrgetter("run.profile"),

@@ -178,7 +178,24 @@ BERT = FamilyFacts(
 )
 
 
-FAMILIES: dict[str, FamilyFacts] = {family.name: family for family in (GPT2, BERT)}
+# Any model of transformers, by its config.
+CAUSAL_LM = FamilyFacts("causal_lm", "causal LM", GPT2.fields)
+MASKED_LM = FamilyFacts(
+    "masked_lm",
+    "masked LM",
+    BERT.fields,
+    masked=True,
+    prompt=BERT.prompt,
+    length=BERT.length,
+    shortest=BERT.shortest,
+    trained=BERT.trained,
+    published=BERT.published,
+    refused=BERT.refused,
+)
+OF_CONFIG = ("causal_lm", "masked_lm")
+FAMILIES: dict[str, FamilyFacts] = {
+    family.name: family for family in (GPT2, BERT, CAUSAL_LM, MASKED_LM)
+}
 
 
 def fields_of(names: Collection[str]) -> MicroBatchFields:

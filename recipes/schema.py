@@ -9,7 +9,9 @@ Imports neither torch nor deepspeed, so that reading and planning recipes is ins
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
@@ -75,6 +77,21 @@ def _family(name: Any) -> str:
     )
 
 
+class TransformersConfig(dict[str, Any]):
+    """The keys of a config.json; nothing changes them."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(json.dumps(self, sort_keys=True))
+
+
+def _config(config: Any) -> TransformersConfig | None:
+    if config is None:
+        return None
+    if isinstance(config, Mapping):
+        return TransformersConfig(config)
+    raise PydanticCustomError("dict_type", "Input should be a mapping or a path")
+
+
 class Model(Strict):
     """Shape of the transformer."""
 
@@ -92,6 +109,9 @@ class Model(Strict):
     implementation: Literal["megarecipes", "transformers"] = "megarecipes"
     """megarecipes: the tensor-parallel modules of modeling/; transformers: GPT2LMHeadModel or, on
     a task, a BERT with its head, trained by transformers.Trainer"""
+    config: Annotated[TransformersConfig | None, PlainValidator(_config)] = None
+    """transformers: any other model with the head of a language model, as the keys of its config.json, or the
+    file or directory with it; shape and family are read of it; null: none"""
     attention: Annotated[Listed[AttentionKind], Field(min_length=1)] = ("dense",)
     """kind of each layer, repeated over the layers; [dense, banded] alternates as GPT-3 (Brown et al. 2020,
     section 2.1); fixed: windows and global columns (Child et al. 2019, arXiv 1904.10509)"""
@@ -741,6 +761,8 @@ class Recipe(Strict):
         values = self.as_data()
         if self.branch is None:
             del values["branch"]
+        if self.model.config is None:
+            del values["model"]["config"]
         if self.positions == self.sequence_length:
             values["model"]["positions"] = None
         if not stated:

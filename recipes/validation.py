@@ -118,10 +118,17 @@ def validate(
         _put(changed, key.split("."), copy.deepcopy(value))
     overridden, problems = _override(changed, overrides)
     found: list[tuple[Problem, list[ErrorPath]]] = []  # with the keys that it is about
+    model = changed.get("model")
+    if isinstance(model, dict) and model.get("config"):
+        from recipes.transformers_config import complete
+
+        found += [(each, [("model", "config")]) for each in complete(model)]
     try:
         recipe = Recipe.model_validate(changed)
     except ValidationError as error:
         details = error.errors()
+        if found:  # the config does not say them
+            details = [each for each in details if each["loc"][0] != "model"]
         found += [
             (problem, [path]) for path, problem in _field_problems(details).items()
         ]

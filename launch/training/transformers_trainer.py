@@ -45,9 +45,11 @@ from launch.training.engine import parameter_groups
 from launch.training.micro_batches import training_batches
 from launch.training.run import Callback, Start, TrainingRun, next_batch, run_watchdog
 from launch.training.schedule import LearningRateSchedule
+from modeling.formats.huggingface.auto_model import special_tokens
 from modeling.parallel.cross_entropy import weighted_loss
 from modeling.parallel.layers import seed_step
 from modeling.parallel.process_grid import ProcessGrid
+from recipes.families import fields_of
 
 
 def train(start: Start) -> EarlyStop | None:
@@ -60,7 +62,10 @@ def train(start: Start) -> EarlyStop | None:
         arguments = training_arguments(plan, str(job.directory))
         drawn = start.checkpoint is None
         given = job.initial_weights
-        model = transformers_model.build(plan.recipe, given, drawn=drawn)
+        numbers = special_tokens(plan.recipe.model, start.corpus.tokenizer)
+        model = transformers_model.build(
+            plan.recipe, given, drawn=drawn, numbers=numbers
+        )
         batches = training_batches(plan, start.corpus, start.grid, start.checkpoint)
         around.stack.enter_context(contextlib.closing(batches))
 
@@ -214,7 +219,11 @@ class RecordedTrainer(Trainer, TrainerCallback):
         assert len(batches) == num_batches, (
             f"{len(batches)} micro-batches of {num_batches}"
         )
-        return batches, None
+        return self.weighted(batches, device), None
+
+    def weighted(self, batches: list[Any], device: torch.device) -> list[Any]:
+        """Return the micro-batches of a step with the weights of its mean."""
+        return batches
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> Any:
         """Put our groups into accelerate's stand-in for the optimizer of the DeepSpeed JSON."""
@@ -247,6 +256,9 @@ class RecipeTrainer(RecordedTrainer):
         super().on_step_begin(args, state, control)
         seed_step(self.recipe.seed, state.global_step, self.start.grid.at)
 
+    def weighted(self, batches: list[Any], device: torch.device) -> list[Any]:
+        return [*micro_batches.normalise(batches, self.start.grid, device)]
+
     def get_train_dataloader(self) -> Any:
         """Return an iterator over micro-batches."""
         return each_micro_batch(self.batches)
@@ -255,8 +267,8 @@ class RecipeTrainer(RecordedTrainer):
         self, model: DeepSpeedEngine, inputs: MicroBatch, *_: Any, **__: Any
     ) -> torch.Tensor:
         """Return the micro-batch's mean loss; Trainer divides it by the number of micro-batches."""
-        (loss,) = forward(model, inputs)
-        self.losses.append(loss.detach().float())
+        loss, *parts = forward(model, inputs)
+        self.losses.append(torch.cat([loss.detach().float().view(1), *parts]))
         return loss
 
     def _prepare_inputs(self, inputs: MicroBatch) -> MicroBatch:
@@ -264,12 +276,25 @@ class RecipeTrainer(RecordedTrainer):
         return inputs
 
 
-def forward(engine: DeepSpeedEngine, batch: MicroBatch) -> tuple[torch.Tensor]:
-    """Return (loss) of one micro-batch by a GPT2LMHeadModel."""
-    tokens, labels, weights = micro_batches.padded_arguments(batch, engine.device)
-    assert labels is not None and weights is not None
-    logits = engine(input_ids=tokens, use_cache=False).logits  # (B, S, V)
-    return (weighted_loss(logits, labels, weights, None),)
+def forward(engine: DeepSpeedEngine, batch: MicroBatch) -> tuple[torch.Tensor, ...]:
+    """Return (loss) of one micro-batch, of masked tokens twice: as the loss and as its part."""
+    given = micro_batches.padded_arguments(batch, engine.device)
+    names = fields_of(batch).names
+    values: dict[str, Any] = dict(zip(names, given, strict=True))
+    tokens = values["tokens"]
+    if "positions" not in values:
+        logits = engine(input_ids=tokens, use_cache=False).logits  # (B, S, V)
+        return (weighted_loss(logits, values["labels"], values["weights"], None),)
+    lengths = values["lengths"]
+    mask = None
+    if lengths is not None:
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        mask = (places < lengths[:, None]).long()
+    logits = engine(input_ids=tokens, attention_mask=mask).logits
+    rows = torch.arange(len(tokens), device=tokens.device)[:, None]
+    predicted = logits[rows, values["positions"]]  # (B, P, V)
+    loss = weighted_loss(predicted, values["labels"], values["weights"], None)
+    return loss, loss.detach().float().view(1)
 
 
 def each_micro_batch(batches: StepBatches) -> Iterator[MicroBatch]:
