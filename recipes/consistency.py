@@ -436,51 +436,32 @@ def _implementation(recipe: Recipe) -> Found:
             )
 
 
-# keys of a model that its config leaves to the recipe, or that follow from it
+# keys of a model that a config leaves to its recipe
 _BESIDE_CONFIG = ("family", "config", "implementation", "positions")
 
 
 def _config(recipe: Recipe) -> Found:
-    """Check that a config is of transformers, and that nothing contradicts it in silence."""
+    """Check that a config is of transformers, and that no key beside it would be read by nobody."""
     model = recipe.model
-    if model.config is None:
+    of_theirs = model.implementation == "transformers"
+    if not (model.config and of_theirs and model.family in OF_CONFIG):
         yield (
-            "model.family",
-            "{model.family} without {model.config!k}",
-            "it is a model of transformers, by its config",
-            "set model.config to its mapping or directory, or model.family to gpt2 or bert",
+            "model.config",
+            f"{'a' if model.config else 'no'} {{model.config!k}} with {{model.family}} and {{model.implementation}}",
+            "a config is of transformers, and of a causal_lm or masked_lm",
+            "set model.implementation to transformers, model.family to one of the two, and model.config",
         )
-        return
-    if model.family not in OF_CONFIG:
-        yield (
-            "model.family",
-            "{model.family} with {model.config!k}",
-            "",
-            f"set model.family to {either(OF_CONFIG)}",
-        )
-    if model.implementation != "transformers":
-        yield (
-            "model.implementation",
-            "{model.implementation} with {model.config!k}",
-            "only transformers has the model of a config",
-            "set it to transformers",
-        )
+    defaults: dict[str, object] = {"init_std": 0.02, "dropout": Dropout()}
     for name, field in Model.model_fields.items():
-        read = field.is_required() or name in _BESIDE_CONFIG
-        if not read and getattr(model, name) != field.default:
-            yield (
-                f"model.{name}",
-                f"{{model.{name}}} with {{model.config!k}}",
-                "only our own models read it",
-                "leave it out",
-            )
-    for key, default in (("init_std", 0.02), ("dropout", Dropout())):
-        if getattr(recipe, key) != default:
+        if not (field.is_required() or name in _BESIDE_CONFIG):
+            defaults[f"model.{name}"] = field.default
+    for key, default in defaults.items():
+        if attrgetter(key)(recipe) != default:
             yield (
                 key,
                 f"{{{key}!k}} with {{model.config!k}}",
-                "its config has these numbers under names of its own",
-                f"set them in model.config, and leave {key} out",
+                "only our own models read it: a config has names of its own",
+                f"leave {key} out",
             )
 
 

@@ -11,10 +11,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    model_validator,
+)
 from pydantic.types import NonNegativeFloat, PositiveFloat
 from pydantic_core import PydanticCustomError
 
@@ -84,14 +90,6 @@ class TransformersConfig(dict[str, Any]):
         return hash(json.dumps(self, sort_keys=True))
 
 
-def _config(config: Any) -> TransformersConfig | None:
-    if config is None:
-        return None
-    if isinstance(config, Mapping):
-        return TransformersConfig(config)
-    raise PydanticCustomError("dict_type", "Input should be a mapping or a path")
-
-
 class Model(Strict):
     """Shape of the transformer."""
 
@@ -109,7 +107,7 @@ class Model(Strict):
     implementation: Literal["megarecipes", "transformers"] = "megarecipes"
     """megarecipes: the tensor-parallel modules of modeling/; transformers: GPT2LMHeadModel or, on
     a task, a BERT with its head, trained by transformers.Trainer"""
-    config: Annotated[TransformersConfig | None, PlainValidator(_config)] = None
+    config: Annotated[dict[str, Any], AfterValidator(TransformersConfig)] | None = None
     """transformers: any other model with the head of a language model, as the keys of its config.json, or the
     file or directory with it; shape and family are read of it; null: none"""
     attention: Annotated[Listed[AttentionKind], Field(min_length=1)] = ("dense",)

@@ -85,10 +85,8 @@ def _model(recipe: Recipe, positions: int | None, length: int) -> Model:
     if model.config:
         from recipes.transformers_config import shrunk
 
-        sizes = {"layers": LAYERS, "hidden": HIDDEN, "heads": HEADS}
-        sizes |= {"vocab_size": VOCABULARY} | (
-            {"positions": positions} if positions else {}
-        )
+        sizes = dict(layers=LAYERS, hidden=HIDDEN, heads=HEADS, vocab_size=VOCABULARY)
+        sizes["positions"] = positions or length
         values = {**sizes, "config": shrunk(model.config, sizes)}
         return model.model_copy(update=values)
     columns = model.attention_columns

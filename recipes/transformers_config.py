@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ _HEADS = {
     "LMHeadModel": "causal_lm",
     "ForMaskedLM": "masked_lm",
 }
-_REMOTE = "auto_map"  # where a config names Python code beside it
 
 
 def read_config(where: str | Path) -> dict[str, Any]:
@@ -53,65 +52,32 @@ def complete(model: dict[str, Any]) -> Iterator[Problem]:
             config = model["config"] = read_config(config)
         except FileError as error:
             yield from error.problems
-            return
     if not isinstance(config, Mapping):
         return  # the schema refuses it
-    derived: dict[str, Any] = {}
-    family = _family(config)
-    if family:
-        derived["family"] = family
-    for size in SIZES:
-        name, value = stated(config, size)
-        if name:
-            derived[size] = value
-    yield from _unsaid(config, {*derived, *({"family"} & model.keys())})
+    if config.get("auto_map"):
+        rule = "it is not run here: only classes of transformers are"
+        fix = "remove the key if transformers itself has the class"
+        yield Problem(KEY, f"{KEY}.auto_map names Python code beside it", rule, fix)
+    derived = {size: stated(config, size)[1] for size in SIZES}
+    unsaid = [names[0] for size, names in SIZES.items() if not derived[size]]
+    unsaid += [] if config.get("model_type") else ["model_type"]
+    if unsaid:
+        missing = " and ".join(unsaid)
+        rule = "a default of transformers is somebody's model, and never taken unsaid"
+        yield Problem(KEY, f"{KEY} does not say {missing}", rule, "state it there")
+    derived["family"] = _family(config)
     for key, value in derived.items():
+        if value is None:
+            continue
         said = model.setdefault(key, value)
         if said != value:
-            yield Problem(
-                f"model.{key}",
-                f"model.{key}={said}, and {value} by {KEY}",
-                "the config decides",
-                f"leave model.{key} out, or set both",
-            )
-
-
-def _unsaid(config: Mapping[str, Any], known: Set[str]) -> Iterator[Problem]:
-    """Yield a problem for each thing that a config, or its recipe, has to say."""
-    if config.get(_REMOTE):
-        yield Problem(
-            KEY,
-            f"{KEY}.{_REMOTE} names Python code beside the weights",
-            "it is not run here: only classes of transformers are",
-            f"remove {_REMOTE} if transformers has the class of model_type itself",
-        )
-    if not isinstance(config.get("model_type"), str):
-        yield Problem(
-            KEY,
-            f"{KEY} names no model_type",
-            "it decides the class",
-            "state it, e.g. model_type: modernbert",
-        )
-    for size, (name, *_) in SIZES.items():
-        if size not in known and size != "positions":
-            yield Problem(
-                KEY,
-                f"{KEY} does not say {name}",
-                "a default of transformers is somebody's model, and is never taken unsaid",
-                f"state {KEY}.{name}",
-            )
-    if "family" not in known:
-        yield Problem(
-            "model.family",
-            f"{KEY} names no class with a language model's head in architectures",
-            "some types have several",
-            "set model.family to causal_lm or masked_lm",
-        )
+            came = f"model.{key}={said}, and {value} by {KEY}"
+            fix = f"leave model.{key} out, or set both"
+            yield Problem(f"model.{key}", came, "the config decides", fix)
 
 
 def _family(config: Mapping[str, Any]) -> str | None:
-    names = config.get("architectures") or ()
-    for name in names:
+    for name in config.get("architectures") or ():
         for ending, family in _HEADS.items():
             if str(name).endswith(ending):
                 return family
@@ -124,22 +90,20 @@ def shrunk(config: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any
     What is as wide as the model gets its new width, an MLP as many times, and heads of keys their share.
     """
     small = copy.deepcopy(dict(config))
-    was: dict[str, int] = {}
-    for size in sizes:
-        name, was[size] = stated(config, size)
-        small[name] = sizes[size]
-    hidden = sizes["hidden"]
-    heads = sizes["heads"]
-    sized = {name for names in SIZES.values() for name in names}
+    hidden = stated(config, "hidden")[1]
+    heads = stated(config, "heads")[1]
+    wide = sizes["hidden"]
     for key, value in config.items():
-        if key in sized or type(value) is not int:
+        if type(value) is not int or key == stated(config, "positions")[0]:
             continue
-        if key == "head_dim":
-            small[key] = hidden // heads
-        elif key.startswith(("num_key_value", "num_kv")):
-            small[key] = max(1, heads * value // was["heads"])
-        elif value == was["hidden"] or key.endswith(("intermediate_size", "ffn_dim")):
-            small[key] = max(1, value * hidden // was["hidden"])
-    if isinstance(config.get("layer_types"), list):
+        if key.endswith(("head_dim", "rotary_dim")):
+            small[key] = value * wide * heads // (sizes["heads"] * hidden)
+        elif key.startswith("num_key_value"):
+            small[key] = max(1, sizes["heads"] * value // heads)
+        elif value == hidden or key.endswith(("intermediate_size", "ffn_dim")):
+            small[key] = value * wide // hidden
+    if config.get("layer_types"):
         small["layer_types"] = config["layer_types"][: sizes["layers"]]
+    for size, number in sizes.items():
+        small[stated(config, size)[0]] = number
     return small

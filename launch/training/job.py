@@ -154,9 +154,24 @@ def plan_job(
         )
     if initial_weights is not None:
         plan = replace(plan, notices=(*plan.notices, *initial_weights.check(recipe)))
-    data = recipe.data
     if recipe.task is not None:
         return plan
+    return _with_sources(_with_trial(plan))
+
+
+def _with_trial(plan: Plan) -> Plan:
+    """Try the model of a config, and add what it says. Raises ProblemsError."""
+    if plan.recipe.model.config is None:
+        return plan
+    from launch.training import model_trial
+
+    return replace(plan, notices=(*plan.notices, model_trial.check(plan.recipe)))
+
+
+def _with_sources(plan: Plan) -> Plan:
+    """Check the sources of the data, and add what is said of them. Raises ValueError."""
+    recipe = plan.recipe
+    data = recipe.data
     own = any(origin.source not in ("packaged", "hub") for origin in data.origins)
     if own or data.tokenizer.kind in ("file", "store"):
         from data.corpus import check_sources  # with transformers

@@ -11,7 +11,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel, modeling_utils
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.integrations import deepspeed as hf_deepspeed
 
@@ -98,18 +98,16 @@ def _fill_by_name(
 
     Under ZeRO-3 the first rank alone draws, into a model of its own that is not partitioned.
     """
-    parts = hf_deepspeed.is_deepspeed_zero3_enabled()
-    if drawn and given is None and not (parts and processes.rank()):
-        whole = "is_deepspeed_zero3_enabled"
-        with mock.patch.object(modeling_utils, whole, lambda: False):
-            source = auto_model.drawn(recipe.model, config, recipe.seed)
+    elsewhere = hf_deepspeed.is_deepspeed_zero3_enabled() and processes.rank()
+    if drawn and given is None and not elsewhere:
+        source = auto_model.drawn(recipe.model, config, recipe.seed)
         given = dict(source.named_parameters())
     for name, parameter in model.named_parameters():
         label(parameter, name, TransformersForm(SAME, recipe.model.heads))
         with deepspeed.zero.GatheredParameters(
             [parameter], modifier_rank=0, enabled=drawn
         ):
-            if drawn and given is not None:
+            if given is not None:
                 parameter.copy_(given[name])
 
 

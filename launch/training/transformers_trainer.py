@@ -219,11 +219,7 @@ class RecordedTrainer(Trainer, TrainerCallback):
         assert len(batches) == num_batches, (
             f"{len(batches)} micro-batches of {num_batches}"
         )
-        return self.weighted(batches, device), None
-
-    def weighted(self, batches: list[Any], device: torch.device) -> list[Any]:
-        """Return the micro-batches of a step with the weights of its mean."""
-        return batches
+        return batches, None
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> Any:
         """Put our groups into accelerate's stand-in for the optimizer of the DeepSpeed JSON."""
@@ -256,8 +252,11 @@ class RecipeTrainer(RecordedTrainer):
         super().on_step_begin(args, state, control)
         seed_step(self.recipe.seed, state.global_step, self.start.grid.at)
 
-    def weighted(self, batches: list[Any], device: torch.device) -> list[Any]:
-        return [*micro_batches.normalise(batches, self.start.grid, device)]
+    def get_batch_samples(self, *given: Any) -> tuple[list[Any], None]:
+        """Return the micro-batches of one step, weighted for its mean."""
+        batches, _ = super().get_batch_samples(*given)
+        grid = self.start.grid
+        return [*micro_batches.normalise(batches, grid, self.args.device)], None
 
     def get_train_dataloader(self) -> Any:
         """Return an iterator over micro-batches."""
@@ -277,24 +276,22 @@ class RecipeTrainer(RecordedTrainer):
 
 
 def forward(engine: DeepSpeedEngine, batch: MicroBatch) -> tuple[torch.Tensor, ...]:
-    """Return (loss) of one micro-batch, of masked tokens twice: as the loss and as its part."""
+    """Return (loss) of one micro-batch; of masked tokens it is its own part, too."""
     given = micro_batches.padded_arguments(batch, engine.device)
-    names = fields_of(batch).names
-    values: dict[str, Any] = dict(zip(names, given, strict=True))
+    values: dict[str, Any] = dict(zip(fields_of(batch).names, given, strict=True))
     tokens = values["tokens"]
-    if "positions" not in values:
-        logits = engine(input_ids=tokens, use_cache=False).logits  # (B, S, V)
-        return (weighted_loss(logits, values["labels"], values["weights"], None),)
-    lengths = values["lengths"]
     mask = None
-    if lengths is not None:
+    masked = "lengths" in batch
+    if masked:
+        lengths = batch["lengths"].to(tokens.device)
         places = torch.arange(tokens.shape[1], device=tokens.device)
         mask = (places < lengths[:, None]).long()
-    logits = engine(input_ids=tokens, attention_mask=mask).logits
-    rows = torch.arange(len(tokens), device=tokens.device)[:, None]
-    predicted = logits[rows, values["positions"]]  # (B, P, V)
-    loss = weighted_loss(predicted, values["labels"], values["weights"], None)
-    return loss, loss.detach().float().view(1)
+    logits = engine(input_ids=tokens, attention_mask=mask).logits  # (B, S, V)
+    if masked:
+        rows = torch.arange(len(tokens), device=tokens.device)
+        logits = logits[rows[:, None], values["positions"]]
+    loss = weighted_loss(logits, values["labels"], values["weights"], None)
+    return (loss, loss.detach().float().view(1)) if masked else (loss,)
 
 
 def each_micro_batch(batches: StepBatches) -> Iterator[MicroBatch]:

@@ -2,41 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import contextlib
+from collections.abc import Iterator, Mapping
+from unittest import mock
 
 import torch
 from transformers import (
-    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    modeling_utils,
 )
 
 from recipes.schema import Model
 
-ROLES = ("pad", "bos", "eos", "cls", "sep")
+TOKENS = "pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"
 
 
 def special_tokens(
     model: Model, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, int | None]:
-    """Return the numbers of special tokens, by their keys in a config.
+    """Return the numbers of special tokens by their keys in a config.
 
     A model that reads no padding has none where the vocabulary pads with the token that ends documents: an
     embedding never trains its row of padding.
     """
-    numbers = {
-        f"{role}_token_id": getattr(tokenizer, f"{role}_token_id") for role in ROLES
-    }
-    pad = numbers["pad_token_id"]
-    if not model.facts.masked and pad in (
-        numbers["eos_token_id"],
-        numbers["sep_token_id"],
-    ):
+    numbers = dict[str, int | None](pad_token_id=None)
+    for key in TOKENS:
+        number = getattr(tokenizer, key)
+        if number is not None:
+            numbers[key] = number
+    if not model.facts.masked and numbers["pad_token_id"] == tokenizer.eos_token_id:
         numbers["pad_token_id"] = None
     return numbers
 
@@ -48,25 +47,17 @@ def config_of(
 
     Without them it has the right shapes alone.
     """
-    assert model.config is not None
-    stated = dict(model.config)
-    name = stated.pop("model_type")
-    numbers = numbers or {"pad_token_id": 0}
-    for role in ROLES:
-        key = f"{role}_token_id"
-        if hasattr(CONFIG_MAPPING[name], key):
-            stated[key] = numbers.get(key)
-    return AutoConfig.for_model(name, **stated, use_cache=False)
-
-
-def class_of(model: Model) -> Any:
-    """Return the class that makes the model."""
-    return AutoModelForMaskedLM if model.facts.masked else AutoModelForCausalLM
+    numbers = numbers or dict.fromkeys(TOKENS, 0)
+    return AutoConfig.for_model(
+        **{**(model.config or {}), **numbers, "use_cache": False}
+    )
 
 
 def from_config(model: Model, config: PreTrainedConfig) -> PreTrainedModel:
     """Build the model in float32."""
-    built: PreTrainedModel = class_of(model).from_config(config, dtype=torch.float32)
+    masked = model.facts.masked
+    kind = AutoModelForMaskedLM if masked else AutoModelForCausalLM
+    built: PreTrainedModel = kind.from_config(config, dtype=torch.float32)
     built.tie_weights()  # from_config leaves this out where no weights are drawn
     return built
 
@@ -77,8 +68,16 @@ def on_meta(model: Model) -> PreTrainedModel:
         return from_config(model, config_of(model))
 
 
+@contextlib.contextmanager
+def whole() -> Iterator[None]:
+    """Have transformers partition no model during the block, under ZeRO-3 either."""
+    name = "is_deepspeed_zero3_enabled"
+    with mock.patch.object(modeling_utils, name, lambda: False):
+        yield
+
+
 def drawn(model: Model, config: PreTrainedConfig, seed: int) -> PreTrainedModel:
     """Build the model with the weights that transformers draws after `torch.manual_seed(seed)`."""
-    with torch.random.fork_rng(devices=()):
+    with whole(), torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
         return from_config(model, config)

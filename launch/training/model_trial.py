@@ -1,0 +1,125 @@
+"""A trial of a config's model, small and before training, for what would silently be other than said."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import transformers
+from torch.nn import functional as F
+
+from ds_configs.findings import Notice
+from modeling.formats.huggingface import auto_model
+from recipes.problems import Problem, ProblemsError, some
+from recipes.schema import Model, Recipe, TransformersConfig
+from recipes.transformers_config import KEY, shrunk
+
+MOST_LAYERS = 4
+HEADS = 2
+VOCABULARY = 40
+LENGTH = 12  # tokens of a sample
+LONGEST = 4096  # positions that are tried
+STD = 0.3  # of its weights, so that what a position sees changes what it says
+# numbers of a config that are told, but for those of tasks
+_TOLD = re.compile("(?!.*(class|qa|summary)).*(drop|init)")
+
+
+def check(recipe: Recipe) -> Notice:
+    """Try the model, and return a remark on it. Raises ProblemsError with all that is other than said."""
+    numbers = ""
+    try:
+        config, small = _made(recipe.model)
+        for key, value in config.items():
+            if type(value) is float and value and _TOLD.match(key):
+                numbers += f", {key}={value:g}"
+        with torch.random.fork_rng(devices=()):
+            faults = [*_seen(small, recipe.model), *_trained(small, recipe)]
+    # what transformers raises is of any type
+    except Exception as error:
+        said = " ".join(str(error).split())[:200]
+        faults = [f"transformers runs no small model of it ({said})"]
+    if "layerdrop" in numbers:
+        faults.append("each rank would leave out other layers (layerdrop)")
+    if faults:
+        fix = f"correct {KEY}, or give another one"
+        problems = [Problem(KEY, f"{KEY}: {fault}", fix=fix) for fault in faults]
+        raise ProblemsError(problems)
+    kind = f"{small.config.model_type} of transformers {transformers.__version__}"
+    said = f"{KEY}: {kind}, whose initial weights and dropout it says{numbers}"
+    return Notice("model", said, differs=False)
+
+
+def _made(model: Model) -> tuple[dict[str, Any], Any]:
+    """Return all keys of the config, and a small model of it."""
+    sizes = {
+        "layers": min(MOST_LAYERS, model.layers),
+        "hidden": HEADS * model.hidden // model.heads,
+        "heads": HEADS,
+        "vocab_size": VOCABULARY,
+    }
+    config = auto_model.config_of(model).to_dict()
+    sizes["config"] = TransformersConfig(shrunk(config, sizes))
+    little = model.model_copy(update=sizes)
+    return config, auto_model.drawn(little, auto_model.config_of(little), 0)
+
+
+def _differ(own: torch.Tensor, others: torch.Tensor) -> bool:
+    return not torch.allclose(own, others, atol=1e-3)
+
+
+@torch.no_grad()
+def _seen(small: Any, model: Model) -> Iterator[str]:
+    """Name the tokens that positions see, and should not, or the other way round."""
+    masked = model.facts.masked
+    small.eval()
+    for parameter in small.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=STD)
+    tokens = torch.randint(1, VOCABULARY - 1, (2, LENGTH))
+    other = tokens.clone()
+    other[:, -1] += 1
+    logits = small(tokens).logits
+    if _differ(small(other).logits[:, :-1], logits[:, :-1]) != masked:
+        which = "no position sees" if masked else "positions see"
+        yield f"{which} later tokens, and it would train as a {model.facts.title}"
+    if _differ(small(tokens[:1]).logits, logits[:1]):
+        yield "a sample changes what it says of another"
+    mask = F.pad(torch.ones_like(tokens), (0, 4))
+    padded = small(F.pad(tokens, (0, 4)), attention_mask=mask).logits
+    if _differ(padded[:, :LENGTH], logits):
+        yield "its positions see padding"
+
+
+def _trained(small: Any, recipe: Recipe) -> Iterator[str]:
+    """Name each part of the loss, the weights and the state that training here would lose."""
+    small.train()
+    tokens = torch.randint(1, VOCABULARY, (2, LENGTH))
+    losses = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        outcome = small(tokens, labels=tokens)
+        losses.append(outcome.loss)
+    shift = 0 if recipe.model.facts.masked else 1
+    predicted = outcome.logits[:, : LENGTH - shift].flatten(0, 1)
+    own = F.cross_entropy(predicted, tokens[:, shift:].flatten())
+    if _differ(*losses):
+        yield "torch's generator does not decide its dropout, and no resume could repeat it"
+    elif _differ(own, losses[-1]):
+        yield "its loss has terms beside the cross-entropy (output_router_logits), which would be left out"
+    own.backward()
+    named = dict(small.named_parameters(remove_duplicate=False))
+    still = [name for name in named if named[name].grad is None]
+    if still:
+        yield f"nothing trains {some(still, 3)}, and weight decay would shrink them"
+    kept = [name for name in small.state_dict() if name not in named]
+    if kept:
+        yield f"checkpoints here would lose its {some(kept, 3)}, which are no parameters"
+    if recipe.checkpoint_interval:
+        small.gradient_checkpointing_enable()
+    length = recipe.sequence_length
+    try:
+        small(torch.ones(1, min(length, LONGEST), dtype=torch.long))
+    except (IndexError, RuntimeError):
+        yield f"sequence_length={length} is above its positions: RoBERTa's are max_position_embeddings - 2"
