@@ -443,13 +443,13 @@ _BESIDE_CONFIG = ("family", "config", "implementation", "positions")
 def _config(recipe: Recipe) -> Found:
     """Check that a config is of transformers, and that no key beside it would be read by nobody."""
     model = recipe.model
-    of_theirs = model.implementation == "transformers"
-    if not (model.config and of_theirs and model.family in OF_CONFIG):
+    of_theirs = model.implementation == "transformers" and model.family in OF_CONFIG
+    if not (model.config and of_theirs):
         yield (
             "model.config",
-            f"{'a' if model.config else 'no'} {{model.config!k}} with {{model.family}} and {{model.implementation}}",
-            "a config is of transformers, and of a causal_lm or masked_lm",
-            "set model.implementation to transformers, model.family to one of the two, and model.config",
+            "{model.config!k} with {model.family} and {model.implementation}",
+            "it is of transformers, and of a causal_lm or masked_lm, which have no other",
+            "set model.implementation to transformers, model.family to one of the two, and the config",
         )
     defaults: dict[str, object] = {"init_std": 0.02, "dropout": Dropout()}
     for name, field in Model.model_fields.items():

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from recipes.files import FileError, path_of, read_json_object
@@ -19,18 +17,12 @@ SIZES = {
     "vocab_size": ("vocab_size",),
     "positions": ("max_position_embeddings", "n_positions", "max_seq_len"),
 }
-# endings of class names in `architectures` -> the family
+# parts of class names in `architectures` -> the family
 _HEADS = {
     "ForCausalLM": "causal_lm",
     "LMHeadModel": "causal_lm",
     "ForMaskedLM": "masked_lm",
 }
-
-
-def read_config(where: str | Path) -> dict[str, Any]:
-    """Read a config.json, or that of a directory. Raises FileError."""
-    path = path_of(where, KEY)
-    return read_json_object(path / "config.json" if path.is_dir() else path)
 
 
 def stated(config: Mapping[str, Any], size: str) -> tuple[str, Any]:
@@ -49,7 +41,9 @@ def complete(model: dict[str, Any]) -> Iterator[Problem]:
     config = model["config"]
     if isinstance(config, str):
         try:
-            config = model["config"] = read_config(config)
+            path = path_of(config, KEY)
+            path = path / "config.json" if path.is_dir() else path
+            config = model["config"] = read_json_object(path)
         except FileError as error:
             yield from error.problems
     if not isinstance(config, Mapping):
@@ -58,17 +52,23 @@ def complete(model: dict[str, Any]) -> Iterator[Problem]:
         rule = "it is not run here: only classes of transformers are"
         fix = "remove the key if transformers itself has the class"
         yield Problem(KEY, f"{KEY}.auto_map names Python code beside it", rule, fix)
-    derived = {size: stated(config, size)[1] for size in SIZES}
-    unsaid = [names[0] for size, names in SIZES.items() if not derived[size]]
-    unsaid += [] if config.get("model_type") else ["model_type"]
+    unsaid = [] if config.get("model_type") else ["model_type"]
+    derived = {}
+    for size, (usual, *_) in SIZES.items():
+        name, value = stated(config, size)
+        if name:
+            derived[size] = value
+        else:
+            unsaid.append(usual)
     if unsaid:
         missing = " and ".join(unsaid)
         rule = "a default of transformers is somebody's model, and never taken unsaid"
         yield Problem(KEY, f"{KEY} does not say {missing}", rule, "state it there")
-    derived["family"] = _family(config)
+    named = str(config.get("architectures"))
+    families = {family for part, family in _HEADS.items() if part in named}
+    if len(families) == 1:
+        derived["family"] = families.pop()
     for key, value in derived.items():
-        if value is None:
-            continue
         said = model.setdefault(key, value)
         if said != value:
             came = f"model.{key}={said}, and {value} by {KEY}"
@@ -76,20 +76,12 @@ def complete(model: dict[str, Any]) -> Iterator[Problem]:
             yield Problem(f"model.{key}", came, "the config decides", fix)
 
 
-def _family(config: Mapping[str, Any]) -> str | None:
-    for name in config.get("architectures") or ():
-        for ending, family in _HEADS.items():
-            if str(name).endswith(ending):
-                return family
-    return None
-
-
 def shrunk(config: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
     """Return the config of a small model with these sizes, by the keys of a recipe's model.
 
     What is as wide as the model gets its new width, an MLP as many times, and heads of keys their share.
     """
-    small = copy.deepcopy(dict(config))
+    small = dict(config)
     hidden = stated(config, "hidden")[1]
     heads = stated(config, "heads")[1]
     wide = sizes["hidden"]

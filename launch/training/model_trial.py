@@ -47,7 +47,7 @@ def check(recipe: Recipe) -> Notice:
         problems = [Problem(KEY, f"{KEY}: {fault}", fix=fix) for fault in faults]
         raise ProblemsError(problems)
     kind = f"{small.config.model_type} of transformers {transformers.__version__}"
-    said = f"{KEY}: {kind}, whose initial weights and dropout it says{numbers}"
+    said = f"{KEY}: {kind}, with its own initial weights and dropout{numbers}"
     return Notice("model", said, differs=False)
 
 
@@ -60,8 +60,8 @@ def _made(model: Model) -> tuple[dict[str, Any], Any]:
         "vocab_size": VOCABULARY,
     }
     config = auto_model.config_of(model).to_dict()
-    sizes["config"] = TransformersConfig(shrunk(config, sizes))
-    little = model.model_copy(update=sizes)
+    few = TransformersConfig(shrunk(config, sizes))
+    little = model.model_copy(update={**sizes, "config": few})
     return config, auto_model.drawn(little, auto_model.config_of(little), 0)
 
 

@@ -15,6 +15,7 @@ from launch.checkpoints.run_checkpoints import Checkpoint
 from launch.weights import unread_kinds
 from launch.weights.foreign_weights import (
     KEY,
+    ConfigWeights,
     RunWeights,
     Saved,
     TransformersWeights,
@@ -242,12 +243,16 @@ class InitialWeights:
         reads tied tensors. Raises ProblemsError with every mismatch and the flags that mend it.
         """
         saved = self.saved()
-        given, config = self._given(saved, recipe.model.vocab_size)
-        own = form_of(recipe.model, saved.forms)
-        problems = given.differences(recipe, own, self.advice)
-        problems += given.fixed(config)
+        problems = list[Problem]()
+        whole = recipe
+        if not isinstance(saved, ConfigWeights):
+            given, config = self._given(saved, recipe.model.vocab_size)
+            own = form_of(recipe.model, saved.forms)
+            problems += given.differences(recipe, own, self.advice)
+            problems += given.fixed(config)
+            whole = given.as_recipe(recipe)
         try:
-            problems += saved.problems(given.as_recipe(recipe))
+            problems += saved.problems(whole)
         except FileError as error:
             problems += error.problems
         if problems:

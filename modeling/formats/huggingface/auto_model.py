@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -53,11 +55,14 @@ def config_of(
     )
 
 
+def class_of(model: Model) -> Any:
+    """Return the class that makes a model."""
+    return AutoModelForMaskedLM if model.facts.masked else AutoModelForCausalLM
+
+
 def from_config(model: Model, config: PreTrainedConfig) -> PreTrainedModel:
     """Build the model in float32."""
-    masked = model.facts.masked
-    kind = AutoModelForMaskedLM if masked else AutoModelForCausalLM
-    built: PreTrainedModel = kind.from_config(config, dtype=torch.float32)
+    built: PreTrainedModel = class_of(model).from_config(config, dtype=torch.float32)
     built.tie_weights()  # from_config leaves this out where no weights are drawn
     return built
 
@@ -81,3 +86,10 @@ def drawn(model: Model, config: PreTrainedConfig, seed: int) -> PreTrainedModel:
     with whole(), torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
         return from_config(model, config)
+
+
+def loaded(model: Model, directory: Path) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Read a model that `save_pretrained` wrote, in float32, and what transformers found amiss."""
+    how: dict[str, Any] = dict(dtype=torch.float32, output_loading_info=True)
+    with whole():
+        return class_of(model).from_pretrained(directory, **how)  # type: ignore[no-any-return]
