@@ -21,7 +21,7 @@ from recipes.families import OF_CONFIG, PUBLISHED_VOCABULARIES, SMALLEST_BPE, TR
 from recipes.key_paths import paths
 from recipes.layout import share_batch
 from recipes.problems import Key, Problem, Setting, Words, counted, did_you_mean, either
-from recipes.schema import DEEPSPEED_SCHEDULES, Dropout, Model, Origin, Recipe
+from recipes.schema import DEEPSPEED_SCHEDULES, Model, Origin, Recipe
 
 MOST_PROFILED = 100  # steps: a trace grows by megabytes a step
 ORIGIN_FIELDS = tuple(sorted(Origin.model_fields))
@@ -451,7 +451,7 @@ def _config(recipe: Recipe) -> Found:
             "it is of transformers, and of a causal_lm or masked_lm, which have no other",
             "set model.implementation to transformers, model.family to one of the two, and the config",
         )
-    defaults: dict[str, object] = {"init_std": 0.02, "dropout": Dropout()}
+    defaults = {"init_std": 0.02, "dropout.hidden": 0.0, "dropout.attention": 0.0}
     for name, field in Model.model_fields.items():
         if not (field.is_required() or name in _BESIDE_CONFIG):
             defaults[f"model.{name}"] = field.default
@@ -461,7 +461,7 @@ def _config(recipe: Recipe) -> Found:
                 key,
                 f"{{{key}!k}} with {{model.config!k}}",
                 "only our own models read it: a config has names of its own",
-                f"leave {key} out",
+                f"set {key} to {default}",
             )
 
 

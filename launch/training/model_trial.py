@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import transformers
 from torch.nn import functional as F
 
+from data.text.ready_made_vocabulary import ready_made
 from ds_configs.findings import Notice
 from modeling.formats.huggingface import auto_model
+from recipes.families import TRAINED
 from recipes.problems import Problem, ProblemsError, some
 from recipes.schema import Model, Recipe, TransformersConfig
 from recipes.transformers_config import KEY, shrunk
@@ -29,8 +31,13 @@ _TOLD = re.compile("(?!.*(class|qa|summary)).*(drop|init)")
 def check(recipe: Recipe) -> Notice:
     """Try the model, and return a remark on it. Raises ProblemsError with all that is other than said."""
     numbers = ""
+    settings = recipe.data.tokenizer
+    tokens = None
+    if settings.kind not in TRAINED:
+        tokenizer = ready_made(settings, recipe.data.origins)
+        tokens = auto_model.special_tokens(recipe.model, tokenizer)
     try:
-        config, small = _made(recipe.model)
+        config, small = _made(recipe.model, tokens)
         for key, value in config.items():
             if type(value) is float and value and _TOLD.match(key):
                 numbers += f", {key}={value:g}"
@@ -51,18 +58,30 @@ def check(recipe: Recipe) -> Notice:
     return Notice("model", said, differs=False)
 
 
-def _made(model: Model) -> tuple[dict[str, Any], Any]:
-    """Return all keys of the config, and a small model of it."""
+def _made(
+    model: Model, tokens: Mapping[str, int | None] | None
+) -> tuple[dict[str, Any], Any]:
+    """Return all keys of the config, and a small model of it with these special tokens."""
     sizes = {
         "layers": min(MOST_LAYERS, model.layers),
         "hidden": HEADS * model.hidden // model.heads,
         "heads": HEADS,
         "vocab_size": VOCABULARY,
     }
-    config = auto_model.config_of(model).to_dict()
+    config = auto_model.config_of(model, tokens).to_dict()
+    few_tokens = {}
+    for key, number in (tokens or {}).items():
+        few_tokens[key] = None if number is None else min(number, VOCABULARY - 1)
     few = TransformersConfig(shrunk(config, sizes))
     little = model.model_copy(update={**sizes, "config": few})
-    return config, auto_model.drawn(little, auto_model.config_of(little), 0)
+    return config, auto_model.drawn(little, auto_model.config_of(little, few_tokens), 0)
+
+
+def _tokens(small: Any, length: int) -> torch.Tensor:
+    """Return two samples without padding, whose tokens all differ from those before and after them."""
+    pad = small.config.pad_token_id or 0
+    rows = torch.arange(2)[:, None] + torch.arange(length)
+    return (1 + rows % (VOCABULARY - 1) + pad) % VOCABULARY
 
 
 def _differ(own: torch.Tensor, others: torch.Tensor) -> bool:
@@ -77,9 +96,10 @@ def _seen(small: Any, model: Model) -> Iterator[str]:
     for parameter in small.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=STD)
-    tokens = torch.randint(1, VOCABULARY - 1, (2, LENGTH))
+    pad = small.config.pad_token_id or 0
+    tokens = _tokens(small, LENGTH)
     other = tokens.clone()
-    other[:, -1] += 1
+    other[:, -1] = other[:, 0]
     logits = small(tokens).logits
     if _differ(small(other).logits[:, :-1], logits[:, :-1]) != masked:
         which = "no position sees" if masked else "positions see"
@@ -87,7 +107,8 @@ def _seen(small: Any, model: Model) -> Iterator[str]:
     if _differ(small(tokens[:1]).logits, logits[:1]):
         yield "a sample changes what it says of another"
     mask = F.pad(torch.ones_like(tokens), (0, 4))
-    padded = small(F.pad(tokens, (0, 4)), attention_mask=mask).logits
+    longer = F.pad(tokens, (0, 4), value=pad)
+    padded = small(longer, attention_mask=mask).logits
     if _differ(padded[:, :LENGTH], logits):
         yield "its positions see padding"
 
@@ -95,7 +116,7 @@ def _seen(small: Any, model: Model) -> Iterator[str]:
 def _trained(small: Any, recipe: Recipe) -> Iterator[str]:
     """Name each part of the loss, the weights and the state that training here would lose."""
     small.train()
-    tokens = torch.randint(1, VOCABULARY, (2, LENGTH))
+    tokens = _tokens(small, LENGTH)
     losses = []
     for _ in range(2):
         torch.manual_seed(0)
@@ -120,6 +141,6 @@ def _trained(small: Any, recipe: Recipe) -> Iterator[str]:
         small.gradient_checkpointing_enable()
     length = recipe.sequence_length
     try:
-        small(torch.ones(1, min(length, LONGEST), dtype=torch.long))
+        small(_tokens(small, min(length, LONGEST)))
     except (IndexError, RuntimeError):
-        yield f"sequence_length={length} is above its positions: RoBERTa's are max_position_embeddings - 2"
+        yield f"sequence_length={length} is above its positions (RoBERTa's begin after its pad_token_id)"

@@ -173,6 +173,10 @@ class RecordedTrainer(Trainer, TrainerCallback):
         self.recipe = start.job.plan.recipe
         self.around = surroundings
         self.watchdog = surroundings.watchdog
+        # DeepSpeed rounds them in half precision, and with them the frequencies of rotary positions
+        self.buffers = {
+            name: buffer.clone() for name, buffer in self.model.named_buffers()
+        }
         self.within = contextlib.ExitStack()  # of the run
         self.losses: list[torch.Tensor] = []  # of the micro-batches of the current step
         self.stopped: EarlyStop | None = None  # how the run was stopped early
@@ -187,6 +191,8 @@ class RecordedTrainer(Trainer, TrainerCallback):
         if engine.fp16_enabled():
             postpone_growth(engine)
         keep_while_reduced(engine.optimizer)
+        for name, buffer in engine.module.named_buffers():
+            buffer.data = self.buffers[name].to(buffer.device)
         self.start.recorder.mark("engine")
         start = self.start
         around = self.around

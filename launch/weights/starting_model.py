@@ -101,10 +101,11 @@ class StartingModel(InitialWeights):
         saved = self.saved()
         asked = any(text.strip().startswith("data.tokenizer") for text in texts)
         if isinstance(saved, ConfigWeights):
-            values = {} if self.recipe else {"model": saved.model}
+            own = {"model": saved.model, "init_std": 0.02, "dropout": {}}
+            values = {} if self.recipe else own
             if self.tokenizer and not (self.insists or asked):
-                own = {"kind": "file", "path": str(self.tokenizer)}
-                values["data.tokenizer"] = own
+                theirs = {"kind": "file", "path": str(self.tokenizer)}
+                values["data.tokenizer"] = theirs
             return values
         size = None
         if self.tokenizer and not self.insists:

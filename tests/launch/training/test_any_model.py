@@ -1,0 +1,112 @@
+"""Models of transformers by their configs: losses of a plain loop, in every layout, resumed, on a stream."""
+
+import json
+
+import pytest
+from launching import WORKERS, run_ranks
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+ROWS = 40  # of the embedding: some pad; losses below 4, since those above are rounded by 5e-7
+SIZES = {
+    "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": ROWS,
+    "intermediate_size": 64, "max_position_embeddings": 64,
+}  # fmt: skip
+UNDROPPED = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+CONFIGS = {
+    "modernbert": {"local_attention": 16, "bos_token_id": None, "eos_token_id": None},
+    "roberta": {**UNDROPPED, "max_position_embeddings": 68},
+    "deberta-v2": {**UNDROPPED, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
+    "llama": {"num_key_value_heads": 2},
+    "qwen3": {"num_key_value_heads": 2, "head_dim": 16},
+    "gpt_neox": {},
+    "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32, "dropout": 0.0},
+}
+MASKED = ("modernbert", "roberta", "deberta-v2")
+BERT = {"cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]", "pad": "[PAD]", "unk": "[UNK]"}
+ROBERTA = {"cls": "<s>", "pad": "<pad>", "sep": "</s>", "unk": "<unk>", "mask": "<mask>"}
+GPT = {"eos": "<|endoftext|>", "unk": "<unk>"}
+ROLES = {"modernbert": BERT, "deberta-v2": BERT, "roberta": ROBERTA, "opt": {**ROBERTA, "eos": "</s>"}}
+TEXT = "the congress of the united states has met and finds the nation at peace with all of its neighbours"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where a text lies, and for each model a vocabulary of its letters under its roles."""
+    out = tmp_path_factory.mktemp("any")
+    words, lines = TEXT.split(), []
+    for record in range(120):
+        chosen = (words[(record * 7 + i * i) % len(words)] for i in range(30 + record % 50))
+        lines.append(json.dumps({"text": " ".join(chosen) + "."}))
+    (out / "text.jsonl").write_text("\n".join(lines) + "\n")
+    for name in CONFIGS:
+        roles = ROLES.get(name, GPT)
+        known = [*dict.fromkeys(roles.values()), " ", ".", *sorted({*TEXT} - {" "})]
+        letters = models.BPE({token: i for i, token in enumerate(known)}, [], unk_token=roles["unk"])
+        named = {f"{role}_token": token for role, token in roles.items()}
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(letters), **named)
+        tokenizer.save_pretrained(out / name)
+    return out
+
+
+def case(folder, name, ds_config, *settings, config=None, **more):
+    family = "masked_lm" if name in MASKED else "causal_lm"
+    stated = {"model_type": name, **SIZES, **CONFIGS[name], **(config or {})}
+    model = json.dumps({"implementation": "transformers", "family": family, "config": stated})
+    data = f"{{source: jsonl, name: {folder / 'text.jsonl'}, masking: {{whole_words: false}}, "
+    data += f"tokenizer: {{kind: file, path: {folder / name}}}}}"
+    own = [
+        f"model={model}", f"data={data}", "sequence_length=64", "batch.global=8", "precision=fp32",
+        "run.prompt=null", "schedule.warmup_steps=1", "schedule.decay_steps=8", "optimizer.lr=0.002", "optimizer.eps=1e-6",
+        "run.validation_samples=8", *settings,
+    ]  # fmt: skip
+    label = "-".join([name, ds_config, *more.pop("label", ())])
+    return {"name": label, "ds_config": ds_config, "settings": own, **{"plain": True, **more}}
+
+
+@pytest.fixture(scope="module")
+def trained(folder):
+    twice = "batch.accumulation=2"
+    dropped = {"config": {"attention_dropout": 0.1}, "plain": False}
+    cases = [
+        case(folder, "modernbert", "zero3"),
+        case(folder, "roberta", "zero2", twice),
+        case(folder, "deberta-v2", "zero1"),
+        case(folder, "qwen3", "zero3_offload"),
+        case(folder, "gpt_neox", "zero2_offload", twice),
+        case(folder, "opt", "zero0", "activation_checkpointing=full"),
+        *(case(folder, "llama", stage) for stage in ("zero0", "zero1", "zero2", "zero3", "zero3_offload")),
+        case(folder, "modernbert", "zero1", "data.streaming=true", label=["stream"]),
+        case(folder, "qwen3", "zero1", "precision=bf16", label=["bf16"]),
+        case(folder, "roberta", "fp16_dynamic", "precision=fp16", label=["fp16"]),
+        case(folder, "llama", "zero3", label=["whole"], **dropped),
+        case(folder, "llama", "zero3", "run.save_every=2", label=["resumed"], fails_after=3, **dropped),
+    ]
+    (folder / "cases.json").write_text(json.dumps(cases))
+    done = run_ranks(2, WORKERS / "any_model.py", folder / "runs", folder / "cases.json", timeout=400)
+    assert done.returncode == 0, done.stdout[-5000:]
+    names = [each["name"] for each in cases]
+    return {name: json.loads((folder / "runs" / name / "reported.json").read_text()) for name in names}
+
+
+@pytest.mark.ci
+def test_losses_are_those_of_a_plain_loop(trained):
+    apart = {name: report["apart"] for name, report in trained.items() if "apart" in report}
+    print(*apart.items(), sep="\n")
+    half = {name: apart.pop(name) for name in ("qwen3-zero1-bf16", "roberta-fp16_dynamic-fp16")}
+    assert max(apart.values()) < 5e-7 < max(half.values()) < 0.02, (apart, half)
+    for name in apart:
+        losses = trained[name]["losses"]
+        assert 4 > losses[0] > losses[-1] + 0.01, f"{name} learns nothing"
+
+
+@pytest.mark.ci
+def test_a_resumed_run_is_the_uninterrupted_one(trained):
+    whole, resumed = trained["llama-zero3-whole"], trained["llama-zero3-resumed"]
+    assert whole["steps"] == resumed["steps"] and len(whole["steps"]) == 4
+    assert whole["losses"] != trained["llama-zero3"]["losses"], "nothing was dropped"
+
+
+@pytest.mark.ci
+def test_half_precision_rounds_no_rotary_frequencies(trained):
+    assert trained["qwen3-zero1-bf16"]["buffers"] == ["torch.float32"]
