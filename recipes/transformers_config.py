@@ -25,12 +25,9 @@ _HEADS = {
 }
 
 
-def stated(config: Mapping[str, Any], size: str) -> tuple[str, Any]:
-    """Return the name and the value of a size; ("", None): it is not stated."""
-    for name in SIZES[size]:
-        if config.get(name) is not None:
-            return name, config[name]
-    return "", None
+def stated(config: Mapping[str, Any], size: str) -> str:
+    """Return the name under which a config states a size; "": it does not."""
+    return next((name for name in SIZES[size] if config.get(name)), "")
 
 
 def complete(model: dict[str, Any]) -> Iterator[Problem]:
@@ -49,31 +46,28 @@ def complete(model: dict[str, Any]) -> Iterator[Problem]:
     if not isinstance(config, Mapping):
         return  # the schema refuses it
     if config.get("auto_map"):
-        rule = "it is not run here: only classes of transformers are"
-        fix = "remove the key if transformers itself has the class"
+        rule = "only classes of transformers itself are run"
+        fix = "remove it if transformers has the class"
         yield Problem(KEY, f"{KEY}.auto_map names Python code beside it", rule, fix)
-    unsaid = [] if config.get("model_type") else ["model_type"]
-    derived = {}
-    for size, (usual, *_) in SIZES.items():
-        name, value = stated(config, size)
-        if name:
-            derived[size] = value
-        else:
-            unsaid.append(usual)
-    if unsaid:
-        missing = " and ".join(unsaid)
-        rule = "a default of transformers is somebody's model, and never taken unsaid"
-        yield Problem(KEY, f"{KEY} does not say {missing}", rule, "state it there")
+    for key, value in _derived(config).items():
+        if value is None:
+            came = f"{KEY} does not say {SIZES[key][0]}"
+            rule = "a default of transformers is somebody's model"
+            yield Problem(KEY, came, rule, "state it there")
+        elif model.setdefault(key, value) != value:
+            came = f"model.{key}={model[key]}, and {value} by {KEY}"
+            fix = f"leave model.{key} out, or set both"
+            yield Problem(f"model.{key}", came, "the config decides", fix)
+
+
+def _derived(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the shape, None where it is not stated, and the family, if a class is named."""
+    derived = {size: config.get(stated(config, size)) for size in SIZES}
     named = str(config.get("architectures"))
     families = {family for part, family in _HEADS.items() if part in named}
     if len(families) == 1:
         derived["family"] = families.pop()
-    for key, value in derived.items():
-        said = model.setdefault(key, value)
-        if said != value:
-            came = f"model.{key}={said}, and {value} by {KEY}"
-            fix = f"leave model.{key} out, or set both"
-            yield Problem(f"model.{key}", came, "the config decides", fix)
+    return derived
 
 
 def shrunk(config: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
@@ -81,21 +75,21 @@ def shrunk(config: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any
 
     What is as wide as the model gets its new width, an MLP as many times, and heads of keys their share.
     """
-    small = dict(config)
-    hidden = stated(config, "hidden")[1]
-    heads = stated(config, "heads")[1]
+    names = {size: stated(config, size) for size in SIZES}
+    hidden = config[names["hidden"]]
+    heads = config[names["heads"]]
     wide = sizes["hidden"]
+    few = sizes["heads"]
+    small = dict(config)
     for key, value in config.items():
-        if type(value) is not int or key == stated(config, "positions")[0]:
+        if type(value) is not int or key == names["positions"]:
             continue
         if key.endswith(("head_dim", "rotary_dim")):
-            small[key] = value * wide * heads // (sizes["heads"] * hidden)
+            small[key] = value * wide * heads // (few * hidden)
         elif key.startswith("num_key_value"):
-            small[key] = max(1, sizes["heads"] * value // heads)
+            small[key] = max(1, few * value // heads)
         elif value == hidden or key.endswith(("intermediate_size", "ffn_dim")):
             small[key] = value * wide // hidden
     if config.get("layer_types"):
         small["layer_types"] = config["layer_types"][: sizes["layers"]]
-    for size, number in sizes.items():
-        small[stated(config, size)[0]] = number
-    return small
+    return small | {names[size]: number for size, number in sizes.items()}

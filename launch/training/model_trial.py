@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -31,20 +31,16 @@ _TOLD = re.compile("(?!.*(class|qa|summary)).*(drop|init)")
 def check(recipe: Recipe) -> Notice:
     """Try the model, and return a remark on it. Raises ProblemsError with all that is other than said."""
     numbers = ""
-    settings = recipe.data.tokenizer
-    tokens = None
-    if settings.kind not in TRAINED:
-        tokenizer = ready_made(settings, recipe.data.origins)
-        tokens = auto_model.special_tokens(recipe.model, tokenizer)
     try:
-        config, small = _made(recipe.model, tokens)
+        config, small = _made(recipe)
         for key, value in config.items():
             if type(value) is float and value and _TOLD.match(key):
                 numbers += f", {key}={value:g}"
         with torch.random.fork_rng(devices=()):
             faults = [*_seen(small, recipe.model), *_trained(small, recipe)]
-    # what transformers raises is of any type
-    except Exception as error:
+    except ProblemsError:  # of the vocabulary
+        raise
+    except Exception as error:  # of transformers, of any type
         said = " ".join(str(error).split())[:200]
         faults = [f"transformers runs no small model of it ({said})"]
     if "layerdrop" in numbers:
@@ -58,10 +54,14 @@ def check(recipe: Recipe) -> Notice:
     return Notice("model", said, differs=False)
 
 
-def _made(
-    model: Model, tokens: Mapping[str, int | None] | None
-) -> tuple[dict[str, Any], Any]:
-    """Return all keys of the config, and a small model of it with these special tokens."""
+def _made(recipe: Recipe) -> tuple[dict[str, Any], Any]:
+    """Return all keys of the config, and a small model of it."""
+    model = recipe.model
+    settings = recipe.data.tokenizer
+    tokens: dict[str, int | None] = {}
+    if settings.kind not in TRAINED:
+        tokenizer = ready_made(settings, recipe.data.origins)
+        tokens = auto_model.special_tokens(model, tokenizer)
     sizes = {
         "layers": min(MOST_LAYERS, model.layers),
         "hidden": HEADS * model.hidden // model.heads,
@@ -69,12 +69,12 @@ def _made(
         "vocab_size": VOCABULARY,
     }
     config = auto_model.config_of(model, tokens).to_dict()
-    few_tokens = {}
-    for key, number in (tokens or {}).items():
-        few_tokens[key] = None if number is None else min(number, VOCABULARY - 1)
-    few = TransformersConfig(shrunk(config, sizes))
-    little = model.model_copy(update={**sizes, "config": few})
-    return config, auto_model.drawn(little, auto_model.config_of(little, few_tokens), 0)
+    few = {
+        key: number and min(number, VOCABULARY - 1) for key, number in tokens.items()
+    }
+    changed = {**sizes, "config": TransformersConfig(shrunk(config, sizes))}
+    little = model.model_copy(update=changed)
+    return config, auto_model.drawn(little, auto_model.config_of(little, few), 0)
 
 
 def _tokens(small: Any, length: int) -> torch.Tensor:

@@ -170,13 +170,12 @@ class RecordedTrainer(Trainer, TrainerCallback):
         self.of_run = (begin, batches, forward)
         self.batches: Any = batches
         self.start = start
+        # DeepSpeed rounds them in half precision, and with them the frequencies of rotary positions
+        buffers = arguments["model"].named_buffers()
+        self.buffers = {name: buffer.clone() for name, buffer in buffers}
         self.recipe = start.job.plan.recipe
         self.around = surroundings
         self.watchdog = surroundings.watchdog
-        # DeepSpeed rounds them in half precision, and with them the frequencies of rotary positions
-        self.buffers = {
-            name: buffer.clone() for name, buffer in self.model.named_buffers()
-        }
         self.within = contextlib.ExitStack()  # of the run
         self.losses: list[torch.Tensor] = []  # of the micro-batches of the current step
         self.stopped: EarlyStop | None = None  # how the run was stopped early
