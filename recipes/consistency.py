@@ -21,7 +21,7 @@ from recipes.families import OF_CONFIG, PUBLISHED_VOCABULARIES, SMALLEST_BPE, TR
 from recipes.key_paths import paths
 from recipes.layout import share_batch
 from recipes.problems import Key, Problem, Setting, Words, counted, did_you_mean, either
-from recipes.schema import DEEPSPEED_SCHEDULES, Model, Origin, Recipe
+from recipes.schema import DEEPSPEED_SCHEDULES, Origin, Recipe
 
 MOST_PROFILED = 100  # steps: a trace grows by megabytes a step
 ORIGIN_FIELDS = tuple(sorted(Origin.model_fields))
@@ -436,8 +436,16 @@ def _implementation(recipe: Recipe) -> Found:
             )
 
 
-# keys of a model that a config leaves to its recipe
-_BESIDE_CONFIG = ("family", "config", "implementation", "positions")
+# keys that only our own models read, and their defaults
+_OURS = {
+    "model.layer_norm": "pre",
+    "model.sentence_head": "none",
+    "model.task_head": "none",
+    "model.vocab_divisible_by": 128,
+    "init_std": 0.02,
+    "dropout.hidden": 0.0,
+    "dropout.attention": 0.0,
+}
 
 
 def _config(recipe: Recipe) -> Found:
@@ -451,16 +459,12 @@ def _config(recipe: Recipe) -> Found:
             "it is of transformers, and of a causal_lm or masked_lm, which have no other",
             "set model.implementation to transformers, model.family to one of the two, and the config",
         )
-    defaults = {"init_std": 0.02, "dropout.hidden": 0.0, "dropout.attention": 0.0}
-    for name, field in Model.model_fields.items():
-        if not (field.is_required() or name in _BESIDE_CONFIG):
-            defaults[f"model.{name}"] = field.default
-    for key, default in defaults.items():
+    for key, default in _OURS.items():
         if attrgetter(key)(recipe) != default:
             yield (
                 key,
-                f"{{{key}!k}} with {{model.config!k}}",
-                "only our own models read it: a config has names of its own",
+                f"{{{key}}} with {{model.config!k}}",
+                "only our own models read it: a config has keys of its own",
                 f"set {key} to {default}",
             )
 

@@ -46,7 +46,7 @@ def _override(
         elif path[0] == "branch":
             rule = "is written by the run that it is of"
             fix = "--branch RUN[@STEP] goes on from a run's checkpoint"
-        elif dotted not in paths():
+        elif dotted not in paths() and path[:2] != ("model", "config"):
             rule = "unknown key"
             fix = suggestion(path)
         else:

@@ -46,8 +46,9 @@ def build_vocabulary(
     size = vocabulary_size(tokenizer)
     stated = recipe.model.vocab_size
     what = f"the {settings.kind} vocabulary{f' of {settings.path}' if settings.path else ''}"
-    # rows of a config may pad the vocabulary
-    if size > stated or (size < stated and recipe.model.config is None):
+    if size < stated and recipe.model.config:
+        say(f"{what} has {size} tokens: of the model's {stated} rows the others pad")
+    elif size != stated:
         came = (Setting("model.vocab_size", stated), f", but {what} has {size} tokens")
         right = ("set ", Setting("model.vocab_size", size))
         raise ProblemsError.of("model.vocab_size", came, fix=right)

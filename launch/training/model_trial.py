@@ -50,7 +50,8 @@ def check(recipe: Recipe) -> Notice:
         problems = [Problem(KEY, f"{KEY}: {fault}", fix=fix) for fault in faults]
         raise ProblemsError(problems)
     kind = f"{small.config.model_type} of transformers {transformers.__version__}"
-    said = f"{KEY}: {kind}, with its own initial weights and dropout{numbers}"
+    own = "its initial weights and dropout, and the vocabulary's special tokens"
+    said = f"{KEY}: {kind}, with {own}{numbers}"
     return Notice("model", said, differs=False)
 
 

@@ -26,7 +26,7 @@ from modeling.formats.deepspeed.files import elsewhere
 from modeling.formats.huggingface.config_forms import ConfigForm, form_of
 from modeling.formats.megatron.checkpoint import UNREAD
 from modeling.lazy_weights import LazyWeights
-from recipes.families import FAMILIES, PUBLISHED_VOCABULARIES
+from recipes.families import FAMILIES, OF_CONFIG, PUBLISHED_VOCABULARIES
 from recipes.files import FileError
 from recipes.key_paths import flatten
 from recipes.problems import Problem, ProblemsError, did_you_mean
@@ -250,6 +250,9 @@ class InitialWeights:
             own = form_of(recipe.model, saved.forms)
             problems += given.differences(recipe, own, self.advice)
             problems += given.fixed(config)
+            families = {given.form.family, recipe.model.family}
+            if len(families) > 1 and families & {*OF_CONFIG}:
+                raise self.error(*problems)
             whole = given.as_recipe(recipe)
         try:
             problems += saved.problems(whole)

@@ -157,7 +157,8 @@ class StartingModel(InitialWeights):
                 update={"positions": saved.recipe.positions}
             )
             length = saved.recipe.sequence_length
-            values = model.model_dump(exclude=_NOT_TAKEN)
+            left = _NOT_TAKEN - ({"implementation"} if model.config else set())
+            values = model.model_dump(exclude=left)
         else:
             recipe = given.as_recipe(self.named_recipe.recipe)
             model = recipe.model

@@ -69,7 +69,7 @@ def from_config(model: Model, config: PreTrainedConfig) -> PreTrainedModel:
 
 def on_meta(model: Model) -> PreTrainedModel:
     """Build the model without weights."""
-    with torch.device("meta"):
+    with whole(), torch.device("meta"):
         return from_config(model, config_of(model))
 
 
