@@ -42,9 +42,11 @@ def complete(model: dict[str, Any]) -> Iterator[Problem]:
             path = path / "config.json" if path.is_dir() else path
             config = model["config"] = read_json_object(path)
         except FileError as error:
-            yield from error.problems
+            yield Problem(KEY, f"{KEY}: {error}", fix="give a config.json")
+            return
     if not isinstance(config, Mapping):
-        return  # the schema refuses it
+        yield Problem(KEY, f"{KEY} is no mapping", fix="give the keys of a config.json")
+        return
     if config.get("auto_map"):
         rule = "only classes of transformers itself are run"
         fix = "remove it if transformers has the class"

@@ -127,8 +127,9 @@ def validate(
         recipe = Recipe.model_validate(changed)
     except ValidationError as error:
         details = error.errors()
-        if found:  # the config does not say them
-            details = [each for each in details if each["loc"][0] != "model"]
+        if found:  # by the config, which says the shape
+            lacks = "missing", "model"
+            details = [d for d in details if (d["type"], d["loc"][0]) != lacks]
         found += [
             (problem, [path]) for path, problem in _field_problems(details).items()
         ]

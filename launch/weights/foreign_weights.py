@@ -349,7 +349,7 @@ class ConfigWeights(TransformersWeights):
         amiss |= {name for name, _ in shapes ^ expected}
         if amiss:
             came = f"lacks, or holds besides or otherwise, {some(sorted(amiss), SHOWN)}"
-            fix = "give a directory in which save_pretrained wrote a whole one"
+            fix = "leave --recipe out, or give a whole one that save_pretrained wrote"
             yield Problem(
                 KEY, came, "weights are all of the model in model.config", fix
             )

@@ -252,7 +252,7 @@ class InitialWeights:
             problems += given.fixed(config)
             families = {given.form.family, recipe.model.family}
             if len(families) > 1 and families & {*OF_CONFIG}:
-                raise self.error(*problems)
+                raise self.error(replace(problems[0], fix="leave --recipe out"))
             whole = given.as_recipe(recipe)
         try:
             problems += saved.problems(whole)

@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     modeling_utils,
 )
+from transformers.utils import logging
 
 from recipes.schema import Model
 
@@ -90,6 +91,7 @@ def drawn(model: Model, config: PreTrainedConfig, seed: int) -> PreTrainedModel:
 
 def loaded(model: Model, directory: Path) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Read a model that `save_pretrained` wrote, in float32, and what transformers found amiss."""
+    logging.disable_progress_bar()
     how: dict[str, Any] = dict(dtype=torch.float32, output_loading_info=True)
     with whole():
         return class_of(model).from_pretrained(directory, **how)  # type: ignore[no-any-return]

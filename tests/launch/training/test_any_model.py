@@ -1,12 +1,18 @@
 """Models of transformers by their configs: losses of a plain loop, in every layout, resumed, on a stream."""
 
 import json
+import random
 from pathlib import Path
 
 import pytest
+import torch
 from launching import ROOT, WORKERS, run_ranks
 from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from launch.training import model_trial
+from recipes import catalog
+from recipes.problems import ProblemsError
 
 ROWS = 7  # of the embedding: losses below 2, which are rounded by 1e-7
 SIZES = {
@@ -113,3 +119,82 @@ def test_a_resumed_run_is_the_uninterrupted_one(trained):
 @pytest.mark.ci
 def test_half_precision_rounds_no_rotary_frequencies(trained):
     assert trained["qwen3-zero1-bf16"]["buffers"] == ["torch.float32"]
+
+
+# --- the trial before the training
+
+USUAL = {**SIZES, "vocab_size": 509}
+
+
+def recipe(kind, *settings, masked=None, **config):
+    family = "masked_lm" if kind in MASKED or masked else "causal_lm"
+    stated = {"model_type": kind, **USUAL, **config}
+    model = json.dumps({"implementation": "transformers", "family": family, "config": stated})
+    vocabulary = "trained_wordpiece" if family == "masked_lm" else "trained_bpe"
+    own = [f"model={model}", "sequence_length=64", f"data.tokenizer.kind={vocabulary}", *settings]
+    return catalog.load("default/sotu", own)
+
+
+def refusal(*how, **config):
+    with pytest.raises(ProblemsError) as refused:
+        model_trial.check(recipe(*how, **config))
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_sound_models_pass_and_their_dropout_is_said(kind):
+    dropped = {"opt": {"dropout": 0.2}, "roberta": {"hidden_dropout_prob": 0.2}}.get(kind, {})
+    said = str(model_trial.check(recipe(kind, **{**CONFIGS[kind], **dropped})))
+    assert said.startswith(f"model.config: {kind} of transformers ") and "=0.02" in said
+    for key, value in dropped.items():
+        assert f"{key}={value}" in said
+
+
+@pytest.mark.parametrize(
+    "how, told",
+    [
+        (("bert", False, {}), "positions see later tokens"),
+        (("fnet", True, {}), "its positions see padding"),
+        (("longformer", True, {"attention_window": [4, 4]}), "nothing trains longformer.encoder.layer.0"),
+        (
+            ("mixtral", False, {"num_key_value_heads": 4, "output_router_logits": True}),
+            "output_router_logits",
+        ),
+        (("deepseek_v3", False, {"first_k_dense_replace": 1}), "would lose its model.layers.1.mlp.gate."),
+        (("opt", False, {**CONFIGS["opt"], "layerdrop": 0.1}), "would leave out other layers (layerdrop)"),
+        (("roberta", False, {"max_position_embeddings": 64}), "sequence_length=64 is above its positions"),
+        (("llama", False, {"num_key_value_heads": 16}), "transformers runs no small model of it ("),
+        (("lama", False, {}), "runs no small model of it (Unrecognized model identifier: lama."),
+        (("llama", True, {}), "runs no small model of it (Unrecognized configuration class"),
+    ],
+)
+def test_what_would_silently_be_other_is_refused(how, told):
+    kind, masked, config = how
+    said = refusal(kind, masked=masked, **config)
+    assert f"model.config: {told}" in said or told in said, said
+
+
+def test_samples_that_mix_and_dropout_of_another_generator_are_refused(monkeypatch):
+    right = LlamaForCausalLM.forward
+
+    def mixing(self, *given, **named):
+        outcome = right(self, *given, **named)
+        outcome.logits = outcome.logits + outcome.logits.mean()
+        return outcome
+
+    def drawing(self, *given, **named):
+        outcome = right(self, *given, **named)
+        if outcome.loss is not None:
+            outcome.loss = outcome.loss * random.random()
+        return outcome
+
+    for forward, told in (mixing, "a sample changes what it says of another"), (drawing, "torch's generator"):
+        monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
+        assert told in refusal("llama")
+
+
+def test_the_random_state_stays(monkeypatch):
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    model_trial.check(recipe("llama", "activation_checkpointing=full"))
+    assert torch.equal(state, torch.get_rng_state())
