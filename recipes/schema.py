@@ -105,8 +105,8 @@ class Model(Strict):
     vocab_divisible_by: Width = 128
     """the vocabulary is padded to a multiple of this x tp (Megatron-LM's make_vocab_size_divisible_by)"""
     implementation: Literal["megarecipes", "transformers"] = "megarecipes"
-    """megarecipes: the tensor-parallel modules of modeling/; transformers: GPT2LMHeadModel or, on
-    a task, a BERT with its head, trained by transformers.Trainer"""
+    """megarecipes: the tensor-parallel modules of modeling/; transformers: GPT2LMHeadModel, the
+    model of config or, on a task, a BERT with its head, trained by transformers.Trainer"""
     config: Annotated[dict[str, Any], AfterValidator(TransformersConfig)] | None = None
     """transformers: any other model with the head of a language model, as the keys of its config.json, or the
     file or directory with it; shape and family are read of it; null: none"""
