@@ -156,21 +156,16 @@ def plan_job(
         plan = replace(plan, notices=(*plan.notices, *initial_weights.check(recipe)))
     if recipe.task is not None:
         return plan
-    return _with_sources(_with_trial(plan))
+    return _tried(plan)
 
 
-def _with_trial(plan: Plan) -> Plan:
-    """Try the model of a config, and add what it says. Raises ProblemsError."""
-    if plan.recipe.model.config is None:
-        return plan
-    from launch.training import model_trial
-
-    return replace(plan, notices=(*plan.notices, model_trial.check(plan.recipe)))
-
-
-def _with_sources(plan: Plan) -> Plan:
-    """Check the sources of the data, and add what is said of them. Raises ValueError."""
+def _tried(plan: Plan) -> Plan:
+    """Try the model of a config and the sources of the data; add what is said of them. Raises ValueError."""
     recipe = plan.recipe
+    if recipe.model.config:
+        from launch.training import model_trial
+
+        plan = replace(plan, notices=(*plan.notices, model_trial.check(recipe)))
     data = recipe.data
     own = any(origin.source not in ("packaged", "hub") for origin in data.origins)
     if own or data.tokenizer.kind in ("file", "store"):

@@ -63,12 +63,9 @@ def _made(recipe: Recipe) -> tuple[dict[str, Any], Any]:
     if settings.kind not in TRAINED:
         tokenizer = ready_made(settings, recipe.data.origins)
         tokens = auto_model.special_tokens(model, tokenizer)
-    sizes = {
-        "layers": min(MOST_LAYERS, model.layers),
-        "hidden": HEADS * model.hidden // model.heads,
-        "heads": HEADS,
-        "vocab_size": VOCABULARY,
-    }
+    layers = min(MOST_LAYERS, model.layers)
+    hidden = HEADS * model.hidden // model.heads
+    sizes = dict(layers=layers, hidden=hidden, heads=HEADS, vocab_size=VOCABULARY)
     config = auto_model.config_of(model, tokens).to_dict()
     few = {
         key: number and min(number, VOCABULARY - 1) for key, number in tokens.items()

@@ -260,8 +260,8 @@ class RecipeTrainer(RecordedTrainer):
     def get_batch_samples(self, *given: Any) -> tuple[list[Any], None]:
         """Return the micro-batches of one step, weighted for its mean."""
         batches, _ = super().get_batch_samples(*given)
-        grid = self.start.grid
-        return [*micro_batches.normalise(batches, grid, self.args.device)], None
+        device = self.model_wrapped.device
+        return [*micro_batches.normalise(batches, self.start.grid, device)], None
 
     def get_train_dataloader(self) -> Any:
         """Return an iterator over micro-batches."""

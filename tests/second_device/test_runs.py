@@ -110,9 +110,21 @@ def test_a_json_is_followed(tmp_path):
     check_losses(*(train(tmp_path / place, *words, settings=SETTINGS, place=place) for place in PLACES))
 
 
-def test_the_modules_of_transformers_train(tmp_path):
-    how = {"settings": (*SETTINGS, "model.implementation=transformers"), "ranks": 2}
-    words = ("--tiny", "--steps", 4, "--ds_config", "zero3")
+MODERNBERT = {
+    "model_type": "modernbert", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4,
+    "vocab_size": 509, "intermediate_size": 64, "max_position_embeddings": 64, "embedding_dropout": 0.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("config", [None, MODERNBERT])
+def test_the_modules_of_transformers_train(config, tmp_path):
+    settings, words = ("model.implementation=transformers",), ("--steps", 4, "--ds_config", "zero3")
+    if config:
+        model = {"implementation": "transformers", "family": "masked_lm", "config": config}
+        settings = (f"model={json.dumps(model)}", "data.tokenizer.kind=trained_wordpiece")
+        settings += ("sequence_length=64", "dropout.hidden=0")
+    how = {"settings": (*SETTINGS, *settings), "ranks": 2}
+    words = ("--tiny", *words)
     check_losses(*(train(tmp_path / place, *words, **how, place=place) for place in PLACES))
 
 

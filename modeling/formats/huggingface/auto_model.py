@@ -33,14 +33,11 @@ def special_tokens(
     A model that reads no padding has none where the vocabulary pads with the token that ends documents: an
     embedding never trains its row of padding.
     """
-    numbers = dict[str, int | None](pad_token_id=None)
-    for key in TOKENS:
-        number = getattr(tokenizer, key)
-        if number is not None:
-            numbers[key] = number
-    if not model.facts.masked and numbers["pad_token_id"] == tokenizer.eos_token_id:
-        numbers["pad_token_id"] = None
-    return numbers
+    numbers = {key: getattr(tokenizer, key) for key in TOKENS}
+    pad = TOKENS[0]
+    if not model.facts.masked and numbers[pad] == tokenizer.eos_token_id:
+        numbers[pad] = None
+    return {key: n for key, n in numbers.items() if n is not None or key == pad}
 
 
 def config_of(
