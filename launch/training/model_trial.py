@@ -13,9 +13,8 @@ from torch.nn import functional as F
 from data.text.ready_made_vocabulary import ready_made
 from ds_configs.findings import Notice
 from modeling.formats.huggingface import auto_model
-from recipes.families import TRAINED
 from recipes.problems import Problem, ProblemsError, some
-from recipes.schema import Model, Recipe, TransformersConfig
+from recipes.schema import Recipe, TransformersConfig
 from recipes.transformers_config import KEY, shrunk
 
 MOST_LAYERS = 4
@@ -37,7 +36,7 @@ def check(recipe: Recipe) -> Notice:
             if type(value) is float and value and _TOLD.match(key):
                 numbers += f", {key}={value:g}"
         with torch.random.fork_rng(devices=()):
-            faults = [*_seen(small, recipe.model), *_trained(small, recipe)]
+            faults = [*_seen(small, recipe), *_trained(small, recipe)]
     except ProblemsError:  # of the vocabulary
         raise
     except Exception as error:  # of transformers, of any type
@@ -60,7 +59,8 @@ def _made(recipe: Recipe) -> tuple[dict[str, Any], Any]:
     model = recipe.model
     settings = recipe.data.tokenizer
     tokens: dict[str, int | None] = {}
-    if settings.kind not in TRAINED:
+    # the others pad with token 0, if at all
+    if settings.kind in ("file", "store"):
         tokenizer = ready_made(settings, recipe.data.origins)
         tokens = auto_model.special_tokens(model, tokenizer)
     layers = min(MOST_LAYERS, model.layers)
@@ -87,9 +87,9 @@ def _differ(own: torch.Tensor, others: torch.Tensor) -> bool:
 
 
 @torch.no_grad()
-def _seen(small: Any, model: Model) -> Iterator[str]:
+def _seen(small: Any, recipe: Recipe) -> Iterator[str]:
     """Name the tokens that positions see, and should not, or the other way round."""
-    masked = model.facts.masked
+    masked = recipe.model.facts.masked
     small.eval()
     for parameter in small.parameters():
         if parameter.dim() > 1:
@@ -101,7 +101,7 @@ def _seen(small: Any, model: Model) -> Iterator[str]:
     logits = small(tokens).logits
     if _differ(small(other).logits[:, :-1], logits[:, :-1]) != masked:
         which = "no position sees" if masked else "positions see"
-        yield f"{which} later tokens, and it would train as a {model.facts.title}"
+        yield f"{which} later tokens, and it would train as a {recipe.model.facts.title}"
     if _differ(small(tokens[:1]).logits, logits[:1]):
         yield "a sample changes what it says of another"
     mask = F.pad(torch.ones_like(tokens), (0, 4))
@@ -109,6 +109,11 @@ def _seen(small: Any, model: Model) -> Iterator[str]:
     padded = small(longer, attention_mask=mask).logits
     if _differ(padded[:, :LENGTH], logits):
         yield "its positions see padding"
+    length = recipe.sequence_length
+    try:
+        small(_tokens(small, min(length, LONGEST))[:1])
+    except (IndexError, RuntimeError):
+        yield f"sequence_length={length} is above its positions (RoBERTa's begin after its pad_token_id)"
 
 
 def _trained(small: Any, recipe: Recipe) -> Iterator[str]:
@@ -137,8 +142,3 @@ def _trained(small: Any, recipe: Recipe) -> Iterator[str]:
         yield f"checkpoints here would lose its {some(kept, 3)}, which are no parameters"
     if recipe.checkpoint_interval:
         small.gradient_checkpointing_enable()
-    length = recipe.sequence_length
-    try:
-        small(_tokens(small, min(length, LONGEST)))
-    except (IndexError, RuntimeError):
-        yield f"sequence_length={length} is above its positions (RoBERTa's begin after its pad_token_id)"

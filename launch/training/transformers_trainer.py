@@ -35,6 +35,7 @@ from ds_configs.plan import Plan
 from launch.deepspeed_fixes import zero0
 from launch.deepspeed_fixes.freed_gradients import keep_while_reduced
 from launch.deepspeed_fixes.loss_scale import postpone_growth
+from launch.deepspeed_fixes.whole_buffers import keep_buffers
 from launch.machine import compiled_ops
 from launch.ranks import ending, processes
 from launch.ranks.watchdog import Watchdog
@@ -170,9 +171,7 @@ class RecordedTrainer(Trainer, TrainerCallback):
         self.of_run = (begin, batches, forward)
         self.batches: Any = batches
         self.start = start
-        # DeepSpeed rounds them in half precision, and with them the frequencies of rotary positions
-        buffers = arguments["model"].named_buffers()
-        self.buffers = {name: buffer.clone() for name, buffer in buffers}
+        self.put_back_buffers = keep_buffers(arguments["model"])
         self.recipe = start.job.plan.recipe
         self.around = surroundings
         self.watchdog = surroundings.watchdog
@@ -190,8 +189,7 @@ class RecordedTrainer(Trainer, TrainerCallback):
         if engine.fp16_enabled():
             postpone_growth(engine)
         keep_while_reduced(engine.optimizer)
-        for name, buffer in engine.module.named_buffers():
-            buffer.data = self.buffers[name].to(buffer.device)
+        self.put_back_buffers()
         self.start.recorder.mark("engine")
         start = self.start
         around = self.around

@@ -10,6 +10,7 @@ import json
 import sys
 from pathlib import Path
 
+import deepspeed
 import numpy as np
 import torch
 from resuming import MACHINE, Interrupted, Records, WaitForTheDisk  # first: it chooses the accelerator
@@ -104,6 +105,15 @@ def train(case: dict, out: Path) -> None:
         kinds.update(str(each.dtype) for each in engine.module.buffers() if each.is_floating_point())
         return right(engine, batch)
 
+    def rounding(*given, right=deepspeed.initialize, **how):
+        """As DeepSpeed 0.18.9 does, which casts the whole module."""
+        made = right(*given, **how)
+        for buffer in made[0].module.buffers():
+            buffer.data = buffer.data.to(torch.bfloat16) if buffer.is_floating_point() else buffer.data
+        return made
+
+    if recipe.precision == "bf16":
+        deepspeed.initialize = rounding
     transformers_trainer.forward = noted
     try:
         loop.train(Start(job, records, corpus, grid))
