@@ -2,15 +2,18 @@
 
 import json
 import random
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from launching import ROOT, WORKERS, run_ranks
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from launch.training import model_trial
+from launch.training import model_trial, transformers_model
+from launch.weights.starting_model import StartingModel
 from recipes import catalog
 from recipes.problems import ProblemsError
 
@@ -198,3 +201,34 @@ def test_the_random_state_stays(monkeypatch):
     state = torch.get_rng_state()
     model_trial.check(recipe("llama", "activation_checkpointing=full"))
     assert torch.equal(state, torch.get_rng_state())
+
+
+# --- given weights
+
+
+def test_given_weights_set_the_model_its_tokenizer_and_its_weights(folder, tmp_path):
+    theirs = AutoConfig.for_model("llama", **SIZES, **CONFIGS["llama"])
+    saved = LlamaForCausalLM(theirs)
+    saved.save_pretrained(tmp_path)
+    for file in (folder / "llama").iterdir():
+        shutil.copy(file, tmp_path)
+    given = StartingModel(str(tmp_path))
+    settings = given.settings([])
+    own = catalog.load(given.recipe_name, ["sequence_length=64"], settings=settings)
+    assert given.recipe_name == "default/sotu" and own.model.family == "causal_lm"
+    assert own.data.tokenizer.path == str(tmp_path) and own.model.config["model_type"] == "llama"
+    assert "theirs are weights, shape, positions, tokenizer" in str(given.check(own)[-1])
+    held = dict(saved.named_parameters())
+    for name, parameter in transformers_model.build(own, given).named_parameters():
+        assert torch.equal(parameter, held[name])
+    drawn = dict(transformers_model.build(own).named_parameters())
+    assert not torch.equal(drawn["lm_head.weight"], held["lm_head.weight"])
+    one_layer = ["sequence_length=64", "model.config.num_hidden_layers=1"]
+    other = catalog.load(given.recipe_name, one_layer, settings=settings)
+    with pytest.raises(ProblemsError, match="holds besides or otherwise, model.layers.1.input_layernorm"):
+        given.check(other)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ProblemsError, match="otherwise, model.norm.weight: weights are all of the model"):
+        given.check(own)
