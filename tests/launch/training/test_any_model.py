@@ -76,7 +76,7 @@ def case(folder, name, ds_config, *settings, config=None, **more):
 @pytest.fixture(scope="module")
 def trained(folder):
     twice = "batch.accumulation=2"
-    dropped = {"config": {"attention_dropout": 0.1}, "plain": False}
+    dropped = {"config": {"attention_dropout": 0.1}, "plain": False, "steps": 5}
     zero2 = json.loads((ROOT / "ds_configs/zero2.json").read_text())
     zero2["fp16"]["initial_scale_power"] = 8  # no step is skipped
     (folder / "fp16.json").write_text(json.dumps(zero2))
@@ -92,7 +92,7 @@ def trained(folder):
         case(folder, "qwen3", "zero1", "precision=bf16", label=["bf16"]),
         case(folder, "gpt_neox", str(folder / "fp16.json"), "precision=fp16"),
         case(folder, "llama", "zero3", label=["whole"], **dropped),
-        case(folder, "llama", "zero3", "run.save_every=2", label=["resumed"], fails_after=3, **dropped),
+        case(folder, "llama", "zero3", "run.save_every=2", label=["resumed"], fails_after=4, **dropped),
     ]
     (folder / "cases.json").write_text(json.dumps(cases))
     done = run_ranks(2, WORKERS / "any_model.py", folder / "runs", folder / "cases.json", timeout=400)
@@ -115,8 +115,8 @@ def test_losses_are_those_of_a_plain_loop(trained):
 @pytest.mark.ci
 def test_a_resumed_run_is_the_uninterrupted_one(trained):
     whole, resumed = trained["llama-zero3-whole"], trained["llama-zero3-resumed"]
-    assert whole["steps"] == resumed["steps"] and len(whole["steps"]) == 4
-    assert whole["losses"] != trained["llama-zero3"]["losses"], "nothing was dropped"
+    assert whole["steps"] == resumed["steps"] and len(whole["steps"]) == 5
+    assert whole["losses"][0] != trained["llama-zero3"]["losses"][0], "nothing was dropped"
 
 
 @pytest.mark.ci
