@@ -118,13 +118,13 @@ MODERNBERT = {
 
 @pytest.mark.parametrize("config", [None, MODERNBERT])
 def test_the_modules_of_transformers_train(config, tmp_path):
-    settings, words = ("model.implementation=transformers",), ("--steps", 4, "--ds_config", "zero3")
+    settings = (*SETTINGS, "model.implementation=transformers")
     if config:
         model = {"implementation": "transformers", "family": "masked_lm", "config": config}
         settings = (f"model={json.dumps(model)}", "data.tokenizer.kind=trained_wordpiece")
-        settings += ("sequence_length=64", "dropout.hidden=0")
-    how = {"settings": (*SETTINGS, *settings), "ranks": 2}
-    words = ("--tiny", *words)
+        settings += ("precision=fp32", "run.prompt=null")
+    how = {"settings": settings, "ranks": 2}
+    words = ("--tiny", "--steps", 4, "--ds_config", "zero3")
     check_losses(*(train(tmp_path / place, *words, **how, place=place) for place in PLACES))
 
 
