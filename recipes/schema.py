@@ -9,7 +9,6 @@ Imports neither torch nor deepspeed, so that reading and planning recipes is ins
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -83,11 +82,10 @@ def _family(name: Any) -> str:
     )
 
 
-class TransformersConfig(dict[str, Any]):
-    """The keys of a config.json; nothing changes them."""
+def _kept(config: dict[str, Any]) -> dict[str, Any]:
+    from recipes.transformers_config import TransformersConfig
 
-    def __hash__(self) -> int:  # type: ignore[override]
-        return hash(json.dumps(self, sort_keys=True))
+    return TransformersConfig(config)
 
 
 class Model(Strict):
@@ -107,7 +105,7 @@ class Model(Strict):
     implementation: Literal["megarecipes", "transformers"] = "megarecipes"
     """megarecipes: the tensor-parallel modules of modeling/; transformers: GPT2LMHeadModel, the
     model of config or, on a task, a BERT with its head, trained by transformers.Trainer"""
-    config: Annotated[dict[str, Any], AfterValidator(TransformersConfig)] | None = None
+    config: Annotated[dict[str, Any], AfterValidator(_kept)] | None = None
     """transformers: any other model with the head of a language model, as the keys of its config.json, or the
     file or directory with it; shape and family are read of it; null: none"""
     attention: Annotated[Listed[AttentionKind], Field(min_length=1)] = ("dense",)

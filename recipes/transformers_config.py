@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -23,6 +24,13 @@ _HEADS = {
     "LMHeadModel": "causal_lm",
     "ForMaskedLM": "masked_lm",
 }
+
+
+class TransformersConfig(dict[str, Any]):
+    """The keys of a config.json; nothing changes them."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(json.dumps(self, sort_keys=True))
 
 
 def stated(config: Mapping[str, Any], size: str) -> str:

@@ -154,19 +154,9 @@ def plan_job(
         )
     if initial_weights is not None:
         plan = replace(plan, notices=(*plan.notices, *initial_weights.check(recipe)))
+    data = recipe.data
     if recipe.task is not None:
         return plan
-    return _tried(plan)
-
-
-def _tried(plan: Plan) -> Plan:
-    """Try the model of a config and the sources of the data; add what is said of them. Raises ValueError."""
-    recipe = plan.recipe
-    if recipe.model.config:
-        from launch.training import model_trial
-
-        plan = replace(plan, notices=(*plan.notices, model_trial.check(recipe)))
-    data = recipe.data
     own = any(origin.source not in ("packaged", "hub") for origin in data.origins)
     if own or data.tokenizer.kind in ("file", "store"):
         from data.corpus import check_sources  # with transformers

@@ -14,8 +14,8 @@ from data.text.ready_made_vocabulary import ready_made
 from ds_configs.findings import Notice
 from modeling.formats.huggingface import auto_model
 from recipes.problems import Problem, ProblemsError, some
-from recipes.schema import Recipe, TransformersConfig
-from recipes.transformers_config import KEY, shrunk
+from recipes.schema import Recipe
+from recipes.transformers_config import KEY, TransformersConfig, shrunk
 
 MOST_LAYERS = 4
 HEADS = 2
