@@ -12,6 +12,7 @@ from pydantic import TypeAdapter
 from data.durable_files import write_json
 from launch.records.directory import RunDirectory
 from recipes import catalog, files
+from recipes.families import FAMILIES
 from recipes.key_paths import PRETRAINED, changes
 from recipes.problems import Problem, RecipeError
 from recipes.schema import Recipe
@@ -52,7 +53,7 @@ def encoder_in(given: StartingModel) -> tuple[dict[str, Any], Path]:
     from launch.weights.initial_weights import shown
 
     model = given.model()
-    if model.form.family != "bert":
+    if not FAMILIES[model.form.family].masked:
         came = f"is a model of type {shown(model.form.model_type)}"
         fix = "give a run with a checkpoint, or a directory that save_pretrained or export_hf.py wrote"
         rule = "heads for tasks stand on a BERT"
