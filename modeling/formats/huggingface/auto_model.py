@@ -37,7 +37,8 @@ def special_tokens(
     pad = TOKENS[0]
     if not model.facts.masked and numbers[pad] == tokenizer.eos_token_id:
         numbers[pad] = None
-    return {key: n for key, n in numbers.items() if n is not None or key == pad}
+    of_all = TOKENS[:3]  # types; the others are of some
+    return {key: n for key, n in numbers.items() if n is not None or key in of_all}
 
 
 def config_of(
