@@ -165,7 +165,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = add_run_arguments(parser)
     given = (
         "start from the weights in DIR instead of random ones, with their shape, positions and tokenizer: a "
-        "run or one of its checkpoints, or a GPT-2 or BERT of transformers or Megatron"
+        "run or one of its checkpoints, a model of transformers, or a GPT-2 or BERT of Megatron"
     )
     add("--init_from", metavar="DIR", help=given)
     arguments.add_weights_arguments(add)

@@ -72,6 +72,11 @@ def drawn_parameters(recipe: Recipe, **how: Any) -> dict[str, Parameter]:
 
     `how`: of `Init`; with meta=True on the meta device, without values.
     """
+    if recipe.model.config:
+        from modeling.formats.huggingface import auto_model
+
+        assert how == {"meta": True}, "transformers draws its own"
+        return dict(auto_model.on_meta(recipe.model).named_parameters())
     init = Init(recipe.seed, recipe.init_std, recipe.model.layers, **how)
     shape = model_shape(recipe, recipe.model.vocab_size)
     model = family_of(recipe.model).plain(shape, group=None, init=init)

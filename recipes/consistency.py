@@ -17,7 +17,7 @@ from pathlib import Path
 from string import Formatter
 
 from recipes import files
-from recipes.families import PUBLISHED_VOCABULARIES, SMALLEST_BPE, TRAINED
+from recipes.families import OF_CONFIG, PUBLISHED_VOCABULARIES, SMALLEST_BPE, TRAINED
 from recipes.key_paths import paths
 from recipes.layout import share_batch
 from recipes.problems import Key, Problem, Setting, Words, counted, did_you_mean, either
@@ -401,10 +401,9 @@ def _implementation(recipe: Recipe) -> Found:
     data = recipe.data
     tp, pp = recipe.parallel.model_parallel
     full = recipe.activation_checkpointing in ("none", "full")
-    masked = recipe.model.facts.masked
-    kind = "BERT" if masked else "GPT-2"
+    only_tuned = recipe.model.family == "bert" and not recipe.task
     for key, wrong, rule, fix in (
-        ("model.family", masked and not recipe.task, "is only fine-tuned", "gpt2"),
+        ("model.family", only_tuned, "is only fine-tuned", "gpt2"),
         (
             "model.attention",
             {*recipe.model.attention} != {"dense"},
@@ -432,8 +431,41 @@ def _implementation(recipe: Recipe) -> Found:
             yield (
                 key,
                 f"{{{key}}} with {{model.implementation}}",
-                f"its {kind} {rule}",
+                f"its {recipe.model.facts.title} {rule}",
                 f"set {key} to {fix}",
+            )
+
+
+# keys that only our own models read, and their defaults
+_OURS = {
+    "model.layer_norm": "pre",
+    "model.sentence_head": "none",
+    "model.task_head": "none",
+    "model.vocab_divisible_by": 128,
+    "init_std": 0.02,
+    "dropout.hidden": 0.0,
+    "dropout.attention": 0.0,
+}
+
+
+def _config(recipe: Recipe) -> Found:
+    """Check that a config is of transformers, and that no key beside it would be read by nobody."""
+    model = recipe.model
+    of_theirs = model.implementation == "transformers" and model.family in OF_CONFIG
+    if not (model.config and of_theirs):
+        yield (
+            "model.config",
+            "{model.config!k} with {model.family} and {model.implementation}",
+            "it is of transformers, and of a causal_lm or masked_lm, which have no other",
+            "set model.implementation to transformers, model.family to one of the two, and the config",
+        )
+    for key, default in _OURS.items():
+        if attrgetter(key)(recipe) != default:
+            yield (
+                key,
+                f"{{{key}}} with {{model.config!k}}",
+                "only our own models read it: a config has keys of its own",
+                f"set {key} to {default}",
             )
 
 
@@ -443,9 +475,9 @@ def _vocabulary(recipe: Recipe) -> Found:
     size = recipe.model.vocab_size
     kind = recipe.data.tokenizer.kind
     both = "{model.vocab_size} with {data.tokenizer.kind}"
-    if kind in PUBLISHED_VOCABULARIES and size != (
-        published := PUBLISHED_VOCABULARIES[kind]
-    ):
+    published = PUBLISHED_VOCABULARIES.get(kind, size)
+    # rows of a config may pad its vocabulary
+    if size < published or (size > published and recipe.model.config is None):
         yield (
             key,
             both,
@@ -686,7 +718,7 @@ def _task_files(recipe: Recipe) -> Found:
 _Rule = Callable[[Recipe], Found]
 _RULES: tuple[_Rule, ...] = (
     _schedule, _optimizer, _rampup, _family, _positions, _heads, _attention, _columns, _implementation,
-    _vocabulary, _tokenizer, _origins, _held_out, _checkpointing, _provenance, _task, _task_files,
+    _config, _vocabulary, _tokenizer, _origins, _held_out, _checkpointing, _provenance, _task, _task_files,
     _profile,
 )  # fmt: skip
 
@@ -754,6 +786,8 @@ def _cells(columns: Sequence[str], recipe: Recipe) -> Found:
 _ABOUT: dict[_Rule, Callable[[Recipe], object]] = {
     _rampup: attrgetter("batch.rampup"),
     _implementation: lambda recipe: recipe.model.implementation == "transformers",
+    _config: lambda recipe: recipe.model.config or recipe.model.family in OF_CONFIG,
+    _heads: lambda recipe: recipe.model.config is None,
     _task: lambda recipe: recipe.task or recipe.model.task_head != "none",
     _task_files: attrgetter("task"),
     _profile: attrgetter("run.profile"),

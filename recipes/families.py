@@ -8,7 +8,7 @@ float32. The loss of a micro-batch is the sum of cross-entropies times weights.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 GPT2_VOCABULARY = 50257  # Radford et al. 2019, section 2.2
@@ -178,7 +178,13 @@ BERT = FamilyFacts(
 )
 
 
-FAMILIES: dict[str, FamilyFacts] = {family.name: family for family in (GPT2, BERT)}
+# Any model of transformers, by its config.
+CAUSAL_LM = replace(GPT2, name="causal_lm", title="causal LM")
+MASKED_LM = replace(BERT, name="masked_lm", title="masked LM", placements=())
+OF_CONFIG = ("causal_lm", "masked_lm")
+FAMILIES: dict[str, FamilyFacts] = {
+    family.name: family for family in (GPT2, BERT, CAUSAL_LM, MASKED_LM)
+}
 
 
 def fields_of(names: Collection[str]) -> MicroBatchFields:

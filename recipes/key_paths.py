@@ -84,9 +84,9 @@ def list_rule(path: Path) -> str:
 def is_text(path: Path) -> bool:
     """Tell whether the value of a known key is any text, or nothing."""
     level = _model_at(path[:-1])
-    assert level
-    key = str(path[-1])
-    return children(level)[key].annotation in (str, str | None)
+    if level is None:  # within a config
+        return False
+    return children(level)[str(path[-1])].annotation in (str, str | None)
 
 
 def suggestion(path: Path) -> str:

@@ -12,7 +12,14 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    model_validator,
+)
 from pydantic.types import NonNegativeFloat, PositiveFloat
 from pydantic_core import PydanticCustomError
 
@@ -75,6 +82,12 @@ def _family(name: Any) -> str:
     )
 
 
+def _kept(config: dict[str, Any]) -> dict[str, Any]:
+    from recipes.transformers_config import TransformersConfig
+
+    return TransformersConfig(config)
+
+
 class Model(Strict):
     """Shape of the transformer."""
 
@@ -90,8 +103,11 @@ class Model(Strict):
     vocab_divisible_by: Width = 128
     """the vocabulary is padded to a multiple of this x tp (Megatron-LM's make_vocab_size_divisible_by)"""
     implementation: Literal["megarecipes", "transformers"] = "megarecipes"
-    """megarecipes: the tensor-parallel modules of modeling/; transformers: GPT2LMHeadModel or, on
-    a task, a BERT with its head, trained by transformers.Trainer"""
+    """megarecipes: the tensor-parallel modules of modeling/; transformers: GPT2LMHeadModel, the
+    model of config or, on a task, a BERT with its head, trained by transformers.Trainer"""
+    config: Annotated[dict[str, Any], AfterValidator(_kept)] | None = None
+    """transformers: any other model with the head of a language model, as the keys of its config.json, or the
+    file or directory with it; shape and family are read of it; null: none"""
     attention: Annotated[Listed[AttentionKind], Field(min_length=1)] = ("dense",)
     """kind of each layer, repeated over the layers; [dense, banded] alternates as GPT-3 (Brown et al. 2020,
     section 2.1); fixed: windows and global columns (Child et al. 2019, arXiv 1904.10509)"""
@@ -744,6 +760,8 @@ class Recipe(Strict):
         values = self.as_data()
         if self.branch is None:
             del values["branch"]
+        if self.model.config is None:
+            del values["model"]["config"]
         if self.positions == self.sequence_length:
             values["model"]["positions"] = None
         if not stated:

@@ -82,6 +82,13 @@ def _lengths(recipe: Recipe) -> tuple[int | None, int]:
 
 def _model(recipe: Recipe, positions: int | None, length: int) -> Model:
     model = recipe.model
+    if model.config:
+        from recipes.transformers_config import shrunk
+
+        sizes = dict(layers=LAYERS, hidden=HIDDEN, heads=HEADS, vocab_size=VOCABULARY)
+        sizes["positions"] = positions or length
+        values = {**sizes, "config": shrunk(model.config, sizes)}
+        return model.model_copy(update=values)
     columns = model.attention_columns
     patterns = model.attention_patterns
     window = _window(model.attention_window, recipe.sequence_length, length)

@@ -46,7 +46,7 @@ def _override(
         elif path[0] == "branch":
             rule = "is written by the run that it is of"
             fix = "--branch RUN[@STEP] goes on from a run's checkpoint"
-        elif dotted not in paths():
+        elif dotted not in paths() and path[:2] != ("model", "config"):
             rule = "unknown key"
             fix = suggestion(path)
         else:
@@ -118,10 +118,18 @@ def validate(
         _put(changed, key.split("."), copy.deepcopy(value))
     overridden, problems = _override(changed, overrides)
     found: list[tuple[Problem, list[ErrorPath]]] = []  # with the keys that it is about
+    model = changed.get("model")
+    if isinstance(model, dict) and model.get("config"):
+        from recipes.transformers_config import complete
+
+        found += [(each, [("model", "config")]) for each in complete(model)]
     try:
         recipe = Recipe.model_validate(changed)
     except ValidationError as error:
         details = error.errors()
+        if found:  # by the config, which says the shape
+            lacks = "missing", "model"
+            details = [d for d in details if (d["type"], d["loc"][0]) != lacks]
         found += [
             (problem, [path]) for path, problem in _field_problems(details).items()
         ]

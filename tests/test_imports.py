@@ -241,7 +241,7 @@ CHOSEN = (
     *(f"launch.deepspeed_fixes.{fix}" for fix in ("lamb", "zero0", "loss_scale", "train_batch_timer")),
     *(f"launch.deepspeed_fixes.{fix}" for fix in ("flat_weights", "freed_gradients")),
     *("launch.deepspeed_fixes.cpu_adam_bias_correction", "launch.records.shared_directory"),
-    *(f"launch.training.{file}" for file in ("compiling", "padded_batches", "profiling")),
+    *(f"launch.training.{file}" for file in ("compiling", "model_trial", "padded_batches", "profiling")),
     "launch.training.transformers_trainer",
     # several ranks; a save or a resume; the end
     *(f"launch.ranks.{file}" for file in ("connection", "door", "launch_environment", "ranks_meeting")),

@@ -46,11 +46,13 @@ def build_vocabulary(
     size = vocabulary_size(tokenizer)
     stated = recipe.model.vocab_size
     what = f"the {settings.kind} vocabulary{f' of {settings.path}' if settings.path else ''}"
-    if size != stated:
+    if size < stated and recipe.model.config:
+        say(f"{what} has {size} tokens: of the model's {stated} rows the others pad")
+    elif size != stated:
         came = (Setting("model.vocab_size", stated), f", but {what} has {size} tokens")
         right = ("set ", Setting("model.vocab_size", size))
         raise ProblemsError.of("model.vocab_size", came, fix=right)
-    if recipe.model.family == "bert":
+    if recipe.model.facts.masked:
         missing = missing_roles(tokenizer)
         if missing:
             rule = (
@@ -63,7 +65,10 @@ def build_vocabulary(
                 f"{kinds}tokenizer_config.json next to the file",
             )
             raise ProblemsError.of(
-                "data.tokenizer.kind", Setting("model.family", "bert"), rule, fix
+                "data.tokenizer.kind",
+                Setting("model.family", recipe.model.family),
+                rule,
+                fix,
             )
     else:
         end_of_document(tokenizer)

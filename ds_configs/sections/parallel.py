@@ -121,7 +121,7 @@ def _check_model(
                 Setting("model.implementation", "transformers"),
             )
             fix = "take another --ds_config (zero1, zero2, zero3)"
-            if recipe.task is None:
+            if recipe.model.family == "gpt2":
                 fix += ", or --set model.implementation=megarecipes"
             else:
                 fix = f"set {degree.key} to 1; --ds_config zero3 cuts a model that is too large"

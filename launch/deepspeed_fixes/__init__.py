@@ -8,6 +8,7 @@ corrected.
     short_steps                 ZeRO 1 to 3 copy gradients, and look for infinities, more often than needed
                                 (before 0.19.8 DeepSpeed's own step stays, except that of BF16_Optimizer)
     freed_gradients             ZeRO-2 frees a gradient larger than the bucket while it is reduced
+    whole_buffers               half precision rounds the buffers of a module (0.18.9 at least)
     flat_weights                ZeRO 1 and 2 cannot gather the stepped weights (0.18.9 only)
     loss_scale                  a growing loss scale halves the gradients of its step; an overflow at the
                                 smallest one is a bare Exception

@@ -189,7 +189,7 @@ def plan_of(
     Raises ValueError with every problem of recipe and configuration.
     """
     take_file_handles(checks.files_needed(processes.world_size(), processes.rank()))
-    return plan_job(
+    plan = plan_job(
         recipe,
         config,
         machine,
@@ -198,6 +198,11 @@ def plan_of(
         elsewhere=args.plan and not processes.launched(),
         planned=args.processes,
     )
+    if recipe.model.config:
+        from launch.training import model_trial
+
+        plan = replace(plan, notices=(*plan.notices, model_trial.check(recipe)))
+    return plan
 
 
 def job_of(

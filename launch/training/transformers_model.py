@@ -1,7 +1,8 @@
-"""A recipe's GPT-2 in modules of `transformers`, with the initial weights of our own model."""
+"""A recipe's model in modules of `transformers`: a GPT-2 with our initial weights, or that of a config."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from unittest import mock
@@ -9,17 +10,20 @@ from unittest import mock
 import deepspeed
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, GPT2LMHeadModel
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.integrations import deepspeed as hf_deepspeed
 
 from launch.ranks import processes
 from launch.training.job import InitialWeights
 from modeling import gpt2
+from modeling.formats.huggingface import auto_model
 from modeling.formats.huggingface.conversion import SAME, Form
 from modeling.formats.huggingface.gpt2 import CONVERSION
 from modeling.initialization import Init, canonical_name, label
 from modeling.layer_list import share_draws
+from recipes.families import parts_of
 from recipes.schema import Recipe
 
 
@@ -38,40 +42,42 @@ class TransformersForm:
 
 
 def build(
-    recipe: Recipe, initial_weights: InitialWeights | None = None, *, drawn: bool = True
-) -> GPT2LMHeadModel:
-    """Build the recipe's GPT2LMHeadModel; under ZeRO-3 partitioned at once, as in Trainer's script.
+    recipe: Recipe,
+    initial_weights: InitialWeights | None = None,
+    *,
+    drawn: bool = True,
+    numbers: Mapping[str, int | None] | None = None,
+) -> PreTrainedModel:
+    """Build the recipe's model; under ZeRO-3 partitioned at once, as in Trainer's script.
 
     Collective. Parameters carry canonical names, so that checkpoints hold the same layout-free weights as
     those of our own model. transformers partitions by the DeepSpeed configuration of the newest
     `TrainingArguments`: make them before, and keep them.
 
-    `initial_weights`: a GPT-2 to start from instead of random weights. `drawn` False: no initial weights,
-    since a checkpoint will be read into the model.
+    `initial_weights`: to start from instead of random ones. `drawn` False: no initial weights, since a
+    checkpoint will be read into the model. `numbers`: of `auto_model.special_tokens`, for a model of a config.
     """
-    config = CONVERSION.config(recipe.model, recipe.positions, recipe.dropout)
-    config.use_cache = False
-    # transformers draws no weights, and gathers none under ZeRO-3: `_fill` sets ours.
+    model = recipe.model
+    if model.config:
+        config = auto_model.config_of(model, numbers)
+    else:
+        config = CONVERSION.config(model, recipe.positions, recipe.dropout)
+        config.use_cache = False
+    # transformers draws no weights, and gathers none under ZeRO-3: they are filled in.
     with (
         mock.patch.object(hf_deepspeed, "initialize_weights_zero3", lambda model: None),
         no_init_weights(),
     ):
-        built: GPT2LMHeadModel = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32
-        )
-    built.tie_weights()  # from_config leaves this out, too, without its weights
+        built = auto_model.from_config(model, config)
+    built.loss_parts = parts_of(model.figures)  # type: ignore[assignment]
     given = initial_weights.read(recipe) if initial_weights and drawn else None
-    _fill(
-        built,
-        recipe,
-        Init(
-            recipe.seed,
-            recipe.init_std,
-            recipe.model.layers,
-            given=given,
-            meta=not drawn,
-        ),
-    )
+    if model.config:
+        _fill_by_name(built, recipe, config, given, drawn)
+    else:
+        init = Init(
+            recipe.seed, recipe.init_std, model.layers, given=given, meta=not drawn
+        )
+        _fill(built, recipe, init)
     if recipe.checkpoint_interval:
         # The name that both pinned versions of transformers have.
         built.gradient_checkpointing_enable(
@@ -81,7 +87,32 @@ def build(
 
 
 @torch.no_grad()
-def _fill(model: GPT2LMHeadModel, recipe: Recipe, init: Init) -> None:
+def _fill_by_name(
+    model: PreTrainedModel,
+    recipe: Recipe,
+    config: PreTrainedConfig,
+    given: Mapping[str, Tensor] | None,
+    drawn: bool,
+) -> None:
+    """Name the parameters as transformers does, and give them the given weights, or those that it draws.
+
+    Under ZeRO-3 the first rank alone draws, into a model of its own that is not partitioned.
+    """
+    elsewhere = hf_deepspeed.is_deepspeed_zero3_enabled() and processes.rank()
+    if drawn and given is None and not elsewhere:
+        source = auto_model.drawn(recipe.model, config, recipe.seed)
+        given = dict(source.named_parameters())
+    for name, parameter in model.named_parameters():
+        label(parameter, name, TransformersForm(SAME, recipe.model.heads))
+        with deepspeed.zero.GatheredParameters(
+            [parameter], modifier_rank=0, enabled=drawn
+        ):
+            if given is not None:
+                parameter.copy_(given[name])
+
+
+@torch.no_grad()
+def _fill(model: PreTrainedModel, recipe: Recipe, init: Init) -> None:
     """Name the parameters and give them their initial weights, a layer at a time."""
     places = {entry.ours: entry for entry in CONVERSION.name_map(recipe.model)}
     shape = gpt2.shape_of(recipe, padded_vocab=recipe.model.vocab_size)

@@ -35,6 +35,7 @@ from ds_configs.plan import Plan
 from launch.deepspeed_fixes import zero0
 from launch.deepspeed_fixes.freed_gradients import keep_while_reduced
 from launch.deepspeed_fixes.loss_scale import postpone_growth
+from launch.deepspeed_fixes.whole_buffers import keep_buffers
 from launch.machine import compiled_ops
 from launch.ranks import ending, processes
 from launch.ranks.watchdog import Watchdog
@@ -45,9 +46,11 @@ from launch.training.engine import parameter_groups
 from launch.training.micro_batches import training_batches
 from launch.training.run import Callback, Start, TrainingRun, next_batch, run_watchdog
 from launch.training.schedule import LearningRateSchedule
+from modeling.formats.huggingface.auto_model import special_tokens
 from modeling.parallel.cross_entropy import weighted_loss
 from modeling.parallel.layers import seed_step
 from modeling.parallel.process_grid import ProcessGrid
+from recipes.families import fields_of
 
 
 def train(start: Start) -> EarlyStop | None:
@@ -60,7 +63,10 @@ def train(start: Start) -> EarlyStop | None:
         arguments = training_arguments(plan, str(job.directory))
         drawn = start.checkpoint is None
         given = job.initial_weights
-        model = transformers_model.build(plan.recipe, given, drawn=drawn)
+        numbers = special_tokens(plan.recipe.model, start.corpus.tokenizer)
+        model = transformers_model.build(
+            plan.recipe, given, drawn=drawn, numbers=numbers
+        )
         batches = training_batches(plan, start.corpus, start.grid, start.checkpoint)
         around.stack.enter_context(contextlib.closing(batches))
 
@@ -165,6 +171,7 @@ class RecordedTrainer(Trainer, TrainerCallback):
         self.of_run = (begin, batches, forward)
         self.batches: Any = batches
         self.start = start
+        self.put_back_buffers = keep_buffers(arguments["model"])
         self.recipe = start.job.plan.recipe
         self.around = surroundings
         self.watchdog = surroundings.watchdog
@@ -182,6 +189,7 @@ class RecordedTrainer(Trainer, TrainerCallback):
         if engine.fp16_enabled():
             postpone_growth(engine)
         keep_while_reduced(engine.optimizer)
+        self.put_back_buffers()
         self.start.recorder.mark("engine")
         start = self.start
         around = self.around
@@ -247,6 +255,12 @@ class RecipeTrainer(RecordedTrainer):
         super().on_step_begin(args, state, control)
         seed_step(self.recipe.seed, state.global_step, self.start.grid.at)
 
+    def get_batch_samples(self, *given: Any) -> tuple[list[Any], None]:
+        """Return the micro-batches of one step, weighted for its mean."""
+        batches, _ = super().get_batch_samples(*given)
+        device = self.model_wrapped.device
+        return [*micro_batches.normalise(batches, self.start.grid, device)], None
+
     def get_train_dataloader(self) -> Any:
         """Return an iterator over micro-batches."""
         return each_micro_batch(self.batches)
@@ -255,8 +269,8 @@ class RecipeTrainer(RecordedTrainer):
         self, model: DeepSpeedEngine, inputs: MicroBatch, *_: Any, **__: Any
     ) -> torch.Tensor:
         """Return the micro-batch's mean loss; Trainer divides it by the number of micro-batches."""
-        (loss,) = forward(model, inputs)
-        self.losses.append(loss.detach().float())
+        loss, *parts = forward(model, inputs)
+        self.losses.append(torch.cat([loss.detach().float().view(1), *parts]))
         return loss
 
     def _prepare_inputs(self, inputs: MicroBatch) -> MicroBatch:
@@ -264,12 +278,23 @@ class RecipeTrainer(RecordedTrainer):
         return inputs
 
 
-def forward(engine: DeepSpeedEngine, batch: MicroBatch) -> tuple[torch.Tensor]:
-    """Return (loss) of one micro-batch by a GPT2LMHeadModel."""
-    tokens, labels, weights = micro_batches.padded_arguments(batch, engine.device)
-    assert labels is not None and weights is not None
-    logits = engine(input_ids=tokens, use_cache=False).logits  # (B, S, V)
-    return (weighted_loss(logits, labels, weights, None),)
+def forward(engine: DeepSpeedEngine, batch: MicroBatch) -> tuple[torch.Tensor, ...]:
+    """Return (loss) of one micro-batch; of masked tokens it is its own part, too."""
+    given = micro_batches.padded_arguments(batch, engine.device)
+    values: dict[str, Any] = dict(zip(fields_of(batch).names, given, strict=True))
+    tokens = values["tokens"]
+    mask = None
+    masked = "lengths" in batch
+    if masked:
+        lengths = batch["lengths"].to(tokens.device)
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        mask = (places < lengths[:, None]).long()
+    logits = engine(input_ids=tokens, attention_mask=mask).logits  # (B, S, V)
+    if masked:
+        rows = torch.arange(len(tokens), device=tokens.device)
+        logits = logits[rows[:, None], values["positions"]]
+    loss = weighted_loss(logits, values["labels"], values["weights"], None)
+    return (loss, loss.detach().float().view(1)) if masked else (loss,)
 
 
 def each_micro_batch(batches: StepBatches) -> Iterator[MicroBatch]:

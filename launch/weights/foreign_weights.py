@@ -237,7 +237,9 @@ def saved_in(directory: str | Path) -> Saved:
         return NanoGptWeights(path)
     if files.is_checkpoint(path):
         return MegatronWeights(path)
-    return TransformersWeights(path)
+    kind = read_json_object(path / "config.json").get("model_type") if stated else None
+    ours = {None, *(form.model_type for form in FORMS)}
+    return TransformersWeights(path) if kind in ours else ConfigWeights(path)
 
 
 def read(directory: str | Path, recipe: Recipe) -> LazyWeights:
@@ -317,6 +319,44 @@ class TransformersWeights(Saved):
 
     def weights(self, recipe: Recipe) -> LazyWeights:
         return conversion_of(recipe.model).to_canonical(self._state_dict, recipe.model)
+
+
+class ConfigWeights(TransformersWeights):
+    """Weights of any other model of transformers, which it reads itself."""
+
+    @property
+    def model(self) -> dict[str, Any]:
+        """The model of a recipe."""
+        return {"implementation": "transformers", "config": self._config}
+
+    def _read(self, recipe: Recipe) -> tuple[dict[str, torch.nn.Parameter], set[str]]:
+        """Return the parameters, and the names that were amiss. Raises FileError."""
+        from modeling.formats.huggingface import auto_model
+
+        try:
+            model, found = auto_model.loaded(recipe.model, self.directory)
+        # what transformers raises is of any type
+        except Exception as error:
+            refuse(self.directory, f"transformers cannot read it ({error})")
+        amiss = {*found["missing_keys"], *found["unexpected_keys"]}
+        return dict(model.named_parameters()), amiss
+
+    def problems(self, recipe: Recipe) -> Iterator[Problem]:
+        held, amiss = self._read(recipe)
+        shapes = {(name, each.shape) for name, each in held.items()}
+        whole = meta_parameters(recipe)
+        expected = {(name, each.shape) for name, each in whole.items()}
+        amiss |= {name for name, _ in shapes ^ expected}
+        if amiss:
+            came = f"lacks, or holds besides or otherwise, {some(sorted(amiss), SHOWN)}"
+            fix = "leave --recipe out, or give a whole one that save_pretrained wrote"
+            yield Problem(
+                KEY, came, "weights are all of the model in model.config", fix
+            )
+
+    def weights(self, recipe: Recipe) -> LazyWeights:
+        held, _ = self._read(recipe)
+        return LazyWeights(held, held.__getitem__)
 
 
 class NanoGptWeights(TransformersWeights):

@@ -15,6 +15,7 @@ from launch.checkpoints.run_checkpoints import Checkpoint
 from launch.weights import unread_kinds
 from launch.weights.foreign_weights import (
     KEY,
+    ConfigWeights,
     RunWeights,
     Saved,
     TransformersWeights,
@@ -25,7 +26,7 @@ from modeling.formats.deepspeed.files import elsewhere
 from modeling.formats.huggingface.config_forms import ConfigForm, form_of
 from modeling.formats.megatron.checkpoint import UNREAD
 from modeling.lazy_weights import LazyWeights
-from recipes.families import FAMILIES, PUBLISHED_VOCABULARIES
+from recipes.families import FAMILIES, OF_CONFIG, PUBLISHED_VOCABULARIES
 from recipes.files import FileError
 from recipes.key_paths import flatten
 from recipes.problems import Problem, ProblemsError, did_you_mean
@@ -242,12 +243,19 @@ class InitialWeights:
         reads tied tensors. Raises ProblemsError with every mismatch and the flags that mend it.
         """
         saved = self.saved()
-        given, config = self._given(saved, recipe.model.vocab_size)
-        own = form_of(recipe.model, saved.forms)
-        problems = given.differences(recipe, own, self.advice)
-        problems += given.fixed(config)
+        problems = list[Problem]()
+        whole = recipe
+        if not isinstance(saved, ConfigWeights):
+            given, config = self._given(saved, recipe.model.vocab_size)
+            own = form_of(recipe.model, saved.forms)
+            problems += given.differences(recipe, own, self.advice)
+            problems += given.fixed(config)
+            families = {given.form.family, recipe.model.family}
+            if len(families) > 1 and families & {*OF_CONFIG}:
+                raise self.error(replace(problems[0], fix="leave --recipe out"))
+            whole = given.as_recipe(recipe)
         try:
-            problems += saved.problems(given.as_recipe(recipe))
+            problems += saved.problems(whole)
         except FileError as error:
             problems += error.problems
         if problems:

@@ -11,7 +11,7 @@ from typing import Any
 from data.text.vocabulary import build_vocabulary, vocabulary_size
 from data.text.vocabulary_files import read_tokenizer
 from ds_configs.findings import Notice
-from launch.weights.foreign_weights import KEY, RunWeights
+from launch.weights.foreign_weights import KEY, ConfigWeights, RunWeights
 from launch.weights.initial_weights import TOKENIZERS, GivenModel, InitialWeights
 from recipes import catalog
 from recipes.families import PUBLISHED_VOCABULARIES, TRAINED
@@ -66,9 +66,14 @@ class StartingModel(InitialWeights):
     @property
     def recipe_name(self) -> str | Path:
         """The recipe of everything that the weights do not decide."""
-        return self.recipe or catalog.BY_FAMILY.get(
-            self.model().form.family, catalog.DEFAULT_RECIPE
-        )
+        if self.recipe:
+            return self.recipe
+        saved = self.saved()
+        if isinstance(saved, ConfigWeights):
+            named = str(saved.model["config"].get("architectures"))
+            return catalog.BY_FAMILY["bert" if "ForMaskedLM" in named else "gpt2"]
+        family = self.model().form.family
+        return catalog.BY_FAMILY.get(family, catalog.DEFAULT_RECIPE)
 
     @cached_property
     def named_recipe(self) -> catalog.NamedRecipe:
@@ -93,6 +98,15 @@ class StartingModel(InitialWeights):
 
         Raises ProblemsError: the weights do not say their shape, or have a tokenizer of another size.
         """
+        saved = self.saved()
+        asked = any(text.strip().startswith("data.tokenizer") for text in texts)
+        if isinstance(saved, ConfigWeights):
+            own = {"model": saved.model, "init_std": 0.02, "dropout": {}}
+            values = {} if self.recipe else own
+            if self.tokenizer and not (self.insists or asked):
+                theirs = {"kind": "file", "path": str(self.tokenizer)}
+                values["data.tokenizer"] = theirs
+            return values
         size = None
         if self.tokenizer and not self.insists:
             size = vocabulary_size(read_tokenizer(self.tokenizer))
@@ -108,7 +122,6 @@ class StartingModel(InitialWeights):
                         fix="leave data.tokenizer out: their tokenizer is taken",
                     )
                 )
-        asked = any(text.strip().startswith("data.tokenizer") for text in texts)
         if not (self.insists or asked):
             values |= self._tokenizer(size, rows)
         return values
@@ -144,7 +157,8 @@ class StartingModel(InitialWeights):
                 update={"positions": saved.recipe.positions}
             )
             length = saved.recipe.sequence_length
-            values = model.model_dump(exclude=_NOT_TAKEN)
+            left = _NOT_TAKEN - ({"implementation"} if model.config else set())
+            values = model.model_dump(exclude=left)
         else:
             recipe = given.as_recipe(self.named_recipe.recipe)
             model = recipe.model

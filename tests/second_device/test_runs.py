@@ -110,8 +110,20 @@ def test_a_json_is_followed(tmp_path):
     check_losses(*(train(tmp_path / place, *words, settings=SETTINGS, place=place) for place in PLACES))
 
 
-def test_the_modules_of_transformers_train(tmp_path):
-    how = {"settings": (*SETTINGS, "model.implementation=transformers"), "ranks": 2}
+MODERNBERT = {
+    "model_type": "modernbert", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4,
+    "vocab_size": 509, "intermediate_size": 64, "max_position_embeddings": 64, "embedding_dropout": 0.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("config", [None, MODERNBERT])
+def test_the_modules_of_transformers_train(config, tmp_path):
+    settings = (*SETTINGS, "model.implementation=transformers")
+    if config:
+        model = {"implementation": "transformers", "family": "masked_lm", "config": config}
+        settings = (f"model={json.dumps(model)}", "data.tokenizer.kind=trained_wordpiece")
+        settings += ("precision=fp32", "run.prompt=null")
+    how = {"settings": settings, "ranks": 2}
     words = ("--tiny", "--steps", 4, "--ds_config", "zero3")
     check_losses(*(train(tmp_path / place, *words, **how, place=place) for place in PLACES))
 

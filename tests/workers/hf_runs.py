@@ -90,7 +90,7 @@ class BlocksRun:
         return right(attention, *inputs, **how)
 
 
-def drawn_once(recipe, *how, right=transformers_model.build, drawn=True):
+def drawn_once(recipe, *how, right=transformers_model.build, drawn=True, **more):
     """`transformers_model.build`; transformers draws nothing, and no two ranks the same parameter."""
     names = []
 
@@ -103,7 +103,7 @@ def drawn_once(recipe, *how, right=transformers_model.build, drawn=True):
         mock.patch.object(torch.Tensor, "normal_", side_effect=unwanted),
         mock.patch.object(Init, "_normal", noted),
     ):
-        model = right(recipe, *how, drawn=drawn)
+        model = right(recipe, *how, drawn=drawn, **more)
     of_ranks = [None] * processes.world_size()
     torch.distributed.all_gather_object(of_ranks, names)
     every = [name for of_rank in of_ranks for name in of_rank]
