@@ -193,7 +193,7 @@ def unfit(args: argparse.Namespace, model: TrainedModel) -> Iterator[Problem]:
         if typed and name not in OF_ALL_MODELS:
             useless.append(f"--{name}")
     if useless and not model.continues:
-        came = f"{', '.join(useless)} with a {model.recipe.model.family.upper()}"
+        came = f"{', '.join(useless)} with a {model.recipe.model.facts.title}"
         yield Problem(
             useless[0],
             came,

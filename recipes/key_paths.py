@@ -230,7 +230,7 @@ _TEXT = {
     "task.name",
 }
 TEXT = Keys(_TEXT, but={"data.streaming"})
-TEXT_OF_GPT = Keys(_TEXT, but={"data.streaming", "data.masking"})
+TEXT_OF_GPT = Keys(_TEXT, but={"data.streaming", "data.masking", "model.family"})
 # Decide the weights of a pretraining.
 PRETRAINED = Keys(
     {

@@ -9,12 +9,12 @@ from typing import Any
 
 from ds_configs.plan import Plan
 from launch.console.text_table import Page
-from launch.machine.memory import model_states
+from launch.machine.memory import describe_states
 from launch.records.titles import title_of
 from modeling import cost
 from recipes.consistency import untrained
 from recipes.layout import BatchSchedule
-from recipes.problems import amount, counted
+from recipes.problems import counted
 from recipes.schema import DEEPSPEED_SCHEDULES, Branch, Model, Recipe
 
 OPTIMIZERS = {"adamw": "AdamW", "lamb": "LAMB", "muon": "Muon and AdamW"}
@@ -163,18 +163,6 @@ def describe_schedule(recipe: Recipe) -> str:
         kind = f"DeepSpeed's {kind}, {s.warmup_type or 'log'} from {first or 0:g}"
     lacks = "".join(f"; {why}" for why, _ in untrained(recipe))
     return f"{kind}, {counted(s.warmup_steps, 'warm-up step')}{shape}{power}{to}{lacks}"
-
-
-def describe_states(plan: Plan) -> str:
-    """Name the sizes of the model states on the fullest pipeline stage, by place."""
-    at = model_states(plan)
-    places = (
-        (at.gpu, "per process"),
-        (at.host, "in host memory"),
-        (at.nvme, "on NVMe"),
-    )
-    sizes = "; ".join(f"{amount(size)} {place}" for size, place in places if size)
-    return f"model states of {sizes}, counted; launch/plan.py predicts the rest"
 
 
 def describe_data(data: Mapping[str, Any] | None) -> str | None:

@@ -136,8 +136,8 @@ def incomparable(a: ReportedRun, b: ReportedRun) -> str | None:
     if a.recipe is None or b.recipe is None:
         unread = a if a.recipe is None else b
         return f"{beginning}: the recipe of {unread.label} cannot be read"
-    both_gpt = a.recipe.model.family == b.recipe.model.family == "gpt2"
-    asked = TEXT_OF_GPT if both_gpt else TEXT
+    masked = a.recipe.model.facts.masked or b.recipe.model.facts.masked
+    asked = TEXT if masked else TEXT_OF_GPT
     both = (a.recipe.compared(), b.recipe.compared())
     for run, values in zip((a, b), both, strict=True):
         if run.vocabulary:  # where it was read from does not matter

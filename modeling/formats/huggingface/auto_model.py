@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 from transformers import (
@@ -14,6 +16,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    modeling_utils,
 )
 
 from recipes.schema import Model
@@ -73,8 +76,16 @@ def from_config(model: Model, config: PreTrainedConfig) -> PreTrainedModel:
 
 def on_meta(model: Model) -> PreTrainedModel:
     """Build the model without weights."""
-    with torch.device("meta"):
+    with whole(), torch.device("meta"):
         return from_config(model, config_of(model))
+
+
+@contextlib.contextmanager
+def whole() -> Iterator[None]:
+    """Have transformers partition no model during the block, under ZeRO-3 either."""
+    name = "is_deepspeed_zero3_enabled"
+    with mock.patch.object(modeling_utils, name, lambda: False):
+        yield
 
 
 def drawn(model: Model, config: PreTrainedConfig, seed: int) -> PreTrainedModel:
