@@ -381,7 +381,7 @@ def sample(
     answer = fill_prompt if recipe.model.facts.masked else continue_prompt
     stored = StoredTensors(saved.directory, saved.manifest)
     model = in_transformers(recipe, stored, tokenizer=tokenizer)
-    never = unused_numbers(tokenizer)
+    never = unused_numbers(tokenizer, recipe.model.vocab_size)
     return answer(model, tokenizer, recipe.run.prompt, recipe.seed, never)
 
 

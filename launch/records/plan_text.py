@@ -10,7 +10,7 @@ from typing import Any
 from ds_configs.plan import Plan
 from launch.console.text_table import Page
 from launch.machine.memory import describe_states
-from launch.records.titles import title_of
+from launch.records.titles import kind_of, title_of
 from modeling import cost
 from recipes.consistency import untrained
 from recipes.layout import BatchSchedule
@@ -214,8 +214,8 @@ def describe_attention(model: Model, band_kernel: str | None) -> list[tuple[str,
 
 def family_of(model: Model) -> str:
     """Name the family, with LayerNorm and head of a BERT."""
-    title = model.facts.title
-    if not model.facts.masked:
+    title = kind_of(model)
+    if model.config or not model.facts.masked:
         return title
     head = (
         "no sentence head"

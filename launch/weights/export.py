@@ -30,7 +30,7 @@ from launch.machine import memory
 from modeling import cost
 from modeling.families import conversion_of, meta_parameters, whole_model
 from modeling.formats.huggingface.conversion import Logits, Tensors
-from modeling.generation import in_transformers
+from modeling.generation import in_transformers, positions_of
 from modeling.lazy_weights import LazyWeights
 from recipes import catalog
 from recipes.files import FileError, refuse
@@ -195,7 +195,7 @@ class RandomBatch(NamedTuple):
         """Draw a batch by the recipe's seed."""
         generator = torch.Generator().manual_seed(recipe.seed)
         inputs = recipe.model.facts.fields.inputs
-        shape = (SAMPLES, min(POSITIONS, recipe.positions))
+        shape = (SAMPLES, min(POSITIONS, positions_of(recipe)))
         return RandomBatch(
             torch.randint(recipe.model.vocab_size, shape, generator=generator),
             torch.randint(2, shape, generator=generator)
