@@ -26,6 +26,7 @@ CONFIGS = {
     "deberta-v2": {"intermediate_size": 64},
     "bert": {"intermediate_size": 128},
 }
+TOKENS = 300
 MASKED = ("modernbert", "roberta", "deberta-v2", "bert")
 
 
@@ -51,8 +52,11 @@ def write_run(path, kind, *settings):
     path.mkdir()
     (path / "recipe.yaml").write_text(catalog.dump(recipe))
     weights = {name: tensor * 10 for name, tensor in model_tensors(recipe).items()}
+    for tensor in weights.values():
+        if len(tensor) == SIZES["vocab_size"]:
+            tensor[TOKENS:] *= 20  # rows that pad would be written first
     write_checkpoint(path / "checkpoints", 7, weights, recipe, kinds=(WEIGHT, *MOMENTS), ranks=2)
     train = train_wordpiece if kind in MASKED else train_bpe
-    tokenizer = wrap_tokenizer(recipe.data.tokenizer.kind, train([(ROOT / "README.md").read_text()], 300))
+    tokenizer = wrap_tokenizer(recipe.data.tokenizer.kind, train([(ROOT / "README.md").read_text()], TOKENS))
     vocabulary.keep(path, tokenizer)
     return weights

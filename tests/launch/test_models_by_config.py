@@ -49,17 +49,20 @@ def loaded(kind, directory):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_export_is_a_model_of_transformers_with_its_tokenizer(made, kind):
-    _, weights, out, done = made(kind)
+    run, weights, out, done = made(kind)
     model = loaded(kind, out)
     held = dict(model.named_parameters())
     assert held.keys() == weights.keys()
     assert all(torch.equal(held[name], weights[name]) for name in weights)
     assert done.difference == 0
     given = AutoTokenizer.from_pretrained(out)("The recipe", return_tensors="pt")
+    assert "token_type_ids" not in given
     assert model(**given).logits.shape[-1] == 320
     config = json.loads((out / "config.json").read_text())
     assert config["model_type"] == kind and config["architectures"] == [type(model).__name__]
     assert config["use_cache"] == (kind not in MASKED)
+    role = "cls_token_id" if kind == "modernbert" else "eos_token_id"
+    assert config[role] == getattr(vocabulary.load(run), role)
 
 
 def typed(monkeypatch, command, *words):
@@ -164,7 +167,7 @@ def test_no_formula_of_gpt_2_is_applied():
     recipe = recipe_of("llama")
     formula, exact = cost.tflops(recipe, 320, 8, 1.0, 1)
     assert formula is None
-    # 6 per weight and token but for the looked-up words, and attention's two squares, forward and twice backward
+    # 6 per weight and token but for looked-up words and norms; attention's two squares, forward and backward
     weights = cost.parameters(recipe.model, 66) - 320 * 32 - 5 * 32
     assert exact * 1e12 == pytest.approx(8 * (6 * 64 * weights + 2 * 12 * 64**2 * 32))
     experts = recipe_of("mixtral", num_key_value_heads=2, intermediate_size=64)
