@@ -12,8 +12,8 @@ from launch import checkpoint, export_hf, generate, plan, pretrain, score
 from launch.console import ends
 from launch.evaluation import pretrained, scoring
 from launch.experiments.parity import comparison
-from launch.planning import memory_fit, uncounted
-from launch.planning.prediction import hardware
+from launch.planning import memory_fit
+from launch.planning.prediction import forecast_text, hardware
 from launch.planning.resolved_plans import published_plan
 from launch.records import vocabulary
 from launch.records.directory import RunDirectory
@@ -179,8 +179,8 @@ def test_the_planner_says_that_activations_are_not_counted(monkeypatch, capsys):
     made = published_plan(recipe)
     assert memory_fit.describe(made).endswith("activations of a model by its config are not counted")
     node = hardware.find("4xv100-32")
-    assert memory_fit.fit(recipe, node).problems == (uncounted.REFUSAL,)
-    page = str(uncounted.page(made, "x/y", node, None))
+    assert memory_fit.fit(recipe, node).problems == (memory_fit.UNCOUNTED,)
+    page = str(forecast_text.counted_page(made, "x/y", node, None))
     assert f"{cost.parameters(recipe.model, 66):,}" in page
     assert f"{cost.operations_of(recipe, 8, 320):,}" in page
     row = ("--recipe", "wikipedia/modernbert-base", "--hardware", "4xv100-32")

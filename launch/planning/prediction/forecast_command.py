@@ -8,8 +8,8 @@ import math
 from bisect import bisect_left
 
 from launch.console import arguments, terminal
-from launch.planning import carrying_nodes, uncounted
-from launch.planning.memory_fit import fit, how
+from launch.planning import carrying_nodes
+from launch.planning.memory_fit import UNCOUNTED, fit, how
 from launch.planning.prediction import forecast_text, hardware
 from launch.planning.prediction.published_step import side_by_side
 from launch.planning.resolved_plans import processes, resolve_on_machine
@@ -66,11 +66,11 @@ def run(args: argparse.Namespace) -> int:
     name = named.name + ("-tiny" if args.tiny else "")
     if recipe.model.config:
         if args.json or args.tokens or args.usd_per_gpu_hour:
-            raise ProblemsError([uncounted.REFUSAL])
+            raise ProblemsError([UNCOUNTED])
         world = recipe.parallel.dp or nodes * node.gpus or 1
         config = args.ds_config or recipe.ds_config
         planned = resolve_on_machine(recipe, config, world, node.machine)
-        print(uncounted.page(planned, name, node, terminal.columns()))
+        print(forecast_text.counted_page(planned, name, node, terminal.columns()))
         return 0
     placed = fit(recipe, node, nodes, args.ds_config)
     plan = placed.plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from launch.console import arguments, launch_lines, terminal
-from launch.planning import uncounted
+from launch.planning.memory_fit import UNCOUNTED
 from launch.planning.prediction import hardware
 from launch.planning.search import candidates, largest, search_text, shapes
 from launch.planning.search.candidates import WAYS, Candidate, SearchQuestion
@@ -111,7 +111,7 @@ def question_of(args: argparse.Namespace) -> SearchQuestion:
     overrides = [*OPEN, *settings.values()]
     recipe = named.changed(overrides, args.tiny, args.steps)
     if recipe.model.config:
-        raise ProblemsError([uncounted.REFUSAL])
+        raise ProblemsError([UNCOUNTED])
     if RECOMPUTATION in settings:
         recomputations = (recipe.activation_checkpointing,)
     return SearchQuestion(name, settings, recipe, node, args.nodes, recomputations)

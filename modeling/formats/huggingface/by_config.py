@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
@@ -30,22 +29,27 @@ print(fill({prompt})[0]["sequence"])"""
 
 
 def conversion_of(model: Model) -> Conversion:
-    """Return the conversion of the model to its own class."""
+    """Return the conversion of the model to its own class; `tied` has the first name of each copy."""
+    bare = auto_model.on_meta(model)
+    named = [*bare.named_parameters(remove_duplicate=False)]
+    first = {id(parameter): name for name, parameter in reversed(named)}
+    tied = {}
+    names = []
+    for name, parameter in named:
+        if first[id(parameter)] == name:
+            names.append(NameEntry(name, (name,)))
+        else:
+            tied[name] = first[id(parameter)]
+    usage = MASKED_USAGE if model.facts.masked else CAUSAL_USAGE
     return Conversion(
-        class_name,
+        lambda model: type(bare).__name__,
         config,
-        name_map,
+        lambda model: names,
         lambda name: name,
-        tied(model),
+        tied,
         logits,
-        MASKED_USAGE if model.facts.masked else CAUSAL_USAGE,
+        usage,
     )
-
-
-def class_name(model: Model) -> str:
-    """Return the name of the class with a language model's head."""
-    classes = auto_model.class_of(model)._model_mapping
-    return str(classes[type(auto_model.config_of(model))].__name__)
 
 
 def config(
@@ -61,24 +65,6 @@ def config(
     # training keeps none
     made.use_cache = model.config.get("use_cache", not model.facts.masked)
     return made
-
-
-def name_map(model: Model) -> Iterator[NameEntry]:
-    """Yield every parameter, under its own name."""
-    for name, _ in auto_model.on_meta(model).named_parameters():
-        yield NameEntry(name, (name,))
-
-
-def tied(model: Model) -> dict[str, str]:
-    """Return the further names of tied parameters, with the first name of each."""
-    first = dict[int, str]()
-    copies = {}
-    named = auto_model.on_meta(model).named_parameters(remove_duplicate=False)
-    for name, parameter in named:
-        known = first.setdefault(id(parameter), name)
-        if known != name:
-            copies[name] = known
-    return copies
 
 
 def logits(
