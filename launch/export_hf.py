@@ -164,7 +164,9 @@ def describe(done: Export, recipe: Recipe) -> str:
             if done.rounding
             else ""
         )
-        checked = f"logits of transformers and of our model differ by at most {done.difference:.1e}{rounding}"
+        ours = "the run's" if recipe.model.config else "our"
+        most = f"{done.difference:.1e}{rounding}"
+        checked = f"logits of transformers and of {ours} model differ by at most {most}"
     if recipe.task is not None:
         checked = "each tensor was read again and is the checkpoint's; only transformers has heads of tasks"
     if done.left_out:

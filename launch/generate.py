@@ -179,7 +179,7 @@ def checked_job(args: argparse.Namespace) -> WritingJob:
         usual = TOP_K if args.top_p is None else None
         top_k = usual if args.top_k is None else args.top_k or None
         sampling = Sampling(args.temperature, top_k, args.top_p or 1.0)
-    never = unused_numbers(model.tokenizer)
+    never = unused_numbers(model.tokenizer, model.recipe.model.vocab_size)
     end = model.tokenizer.eos_token_id
     how = Decoding(args.tokens, end, never, sampling, args.seed)
     return writing.WritingJob(model, prompts, args.samples, how, args.dtype, out)
@@ -193,7 +193,7 @@ def unfit(args: argparse.Namespace, model: TrainedModel) -> Iterator[Problem]:
         if typed and name not in OF_ALL_MODELS:
             useless.append(f"--{name}")
     if useless and not model.continues:
-        came = f"{', '.join(useless)} with a {model.recipe.model.family.upper()}"
+        came = f"{', '.join(useless)} with a {model.recipe.model.facts.title}"
         yield Problem(
             useless[0],
             came,

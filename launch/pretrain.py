@@ -368,7 +368,6 @@ def sample(
     from data.text.vocabulary import unused_numbers
     from launch.checkpoints import run_checkpoints
     from launch.checkpoints.stored import StoredTensors
-    from modeling.families import conversion_of
     from modeling.generation import continue_prompt, fill_prompt, in_transformers
 
     if recipe.run.prompt is None:
@@ -380,9 +379,9 @@ def sample(
         lacks = "there is no checkpoint of the last step (run.save_last=false)"
         raise ValueError(f"{lacks}; --set run.save_last=true keeps one")
     answer = fill_prompt if recipe.model.facts.masked else continue_prompt
-    conversion_of(recipe.model)
-    model = in_transformers(recipe, StoredTensors(saved.directory, saved.manifest))
-    never = unused_numbers(tokenizer)
+    stored = StoredTensors(saved.directory, saved.manifest)
+    model = in_transformers(recipe, stored, tokenizer=tokenizer)
+    never = unused_numbers(tokenizer, recipe.model.vocab_size)
     return answer(model, tokenizer, recipe.run.prompt, recipe.seed, never)
 
 

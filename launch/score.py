@@ -175,9 +175,10 @@ def checked(args: Namespace) -> ScoringJob:
 
 def refuse_bert(recipe: Recipe) -> None:
     if recipe.model.facts.masked:
-        came = f"is a {recipe.model.family.upper()}"
+        came = f"is a {recipe.model.facts.title}"
         rule = "these tasks are about the next token"
-        raise ProblemsError.of("MODEL", came, rule, "give a GPT-2")
+        fix = "give a model that predicts it; the loss of masked tokens is that of the run's validations"
+        raise ProblemsError.of("MODEL", came, rule, fix)
 
 
 def held_out_recipe(model: TrainedModel) -> Recipe:

@@ -17,6 +17,8 @@ from recipes.layout import padded_vocab
 from recipes.schema import Model, Recipe
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from modeling.formats.huggingface.conversion import Conversion
 
 
@@ -51,6 +53,10 @@ def conversion_of(model: Model) -> Conversion:
         from modeling.formats.huggingface import gpt2
 
         return gpt2.CONVERSION
+    if model.config:
+        from modeling.formats.huggingface import by_config
+
+        return by_config.conversion_of(model)
     if model.family != "bert":
         raise ValueError(
             f"model.family={model.family}: there is no conversion to transformers"
@@ -67,20 +73,26 @@ def model_shape(recipe: Recipe, padded_vocab: int) -> ModelShape:
     return family_of(recipe.model).shape(recipe, padded_vocab)
 
 
-def drawn_parameters(recipe: Recipe, **how: Any) -> dict[str, Parameter]:
+def drawn_parameters(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None = None, **how: Any
+) -> dict[str, Parameter]:
     """Return every parameter of a recipe's model by its canonical name, unpadded, as its training draws it.
 
-    `how`: of `Init`; with meta=True on the meta device, without values.
+    `how`: of `Init`; with meta=True on the meta device, without values. `tokenizer`: see `in_transformers`.
     """
-    if recipe.model.config:
-        from modeling.formats.huggingface import auto_model
+    model = recipe.model
+    if model.config:
+        from modeling.formats.huggingface import auto_model, by_config
 
-        assert how == {"meta": True}, "transformers draws its own"
-        return dict(auto_model.on_meta(recipe.model).named_parameters())
-    init = Init(recipe.seed, recipe.init_std, recipe.model.layers, **how)
-    shape = model_shape(recipe, recipe.model.vocab_size)
-    model = family_of(recipe.model).plain(shape, group=None, init=init)
-    return {canonical_name(parameter): parameter for parameter in model.parameters()}
+        if how.get("meta"):
+            return dict(auto_model.on_meta(model).named_parameters())
+        config = by_config.config(model, recipe.positions, tokenizer=tokenizer)
+        drawn = auto_model.drawn(model, config, recipe.seed)
+        return dict(drawn.named_parameters())
+    init = Init(recipe.seed, recipe.init_std, model.layers, **how)
+    shape = model_shape(recipe, model.vocab_size)
+    made = family_of(model).plain(shape, group=None, init=init)
+    return {canonical_name(parameter): parameter for parameter in made.parameters()}
 
 
 def meta_parameters(recipe: Recipe) -> dict[str, Parameter]:

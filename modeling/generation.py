@@ -86,28 +86,42 @@ class Continuation:
     ended: EndReason
 
 
+def positions_of(recipe: Recipe) -> int:
+    """Return the largest number of tokens to read at once.
+
+    Those of a model by its config are surely the trained ones: RoBERTa needs two of its positions itself.
+    """
+    return recipe.sequence_length if recipe.model.config else recipe.positions
+
+
 def in_transformers(
-    recipe: Recipe, weights: Mapping[str, Tensor], dtype: torch.dtype = torch.float32
+    recipe: Recipe,
+    weights: Mapping[str, Tensor],
+    dtype: torch.dtype = torch.float32,
+    tokenizer: PreTrainedTokenizerFast | None = None,
 ) -> Any:
     """Build the recipe's model as `transformers` has it, from canonical weights, on the CPU.
 
-    A sparse GPT-2 is theirs with masks on its layers. Memory holds the model once, and a tensor more. Raises
+    A sparse GPT-2 is theirs with masks on its layers. `tokenizer`: a model by its config may read the numbers
+    of special tokens. Memory holds the model once, and a tensor more. Raises
     ValueError for a family that `transformers` does not have.
     """
     model = recipe.model
     conversion = conversion_of(model)
     with no_init_weights():
-        made = conversion.model_class(model)(conversion.config(model, recipe.positions))
+        config = conversion.config(model, recipe.positions, tokenizer=tokenizer)
+        made = conversion.model_class(model)(config)
     state: dict[str, Tensor] = {}
     for ours, theirs, form in conversion.name_map(model):
         parts = form.to_theirs(weights[ours], model.heads)
         for name, part in zip(theirs, parts, strict=True):
             state[name] = part.to(dtype).contiguous()
-    left = made.load_state_dict(state, strict=False, assign=True)
-    assert (
-        set(left.missing_keys) <= conversion.tied.keys() and not left.unexpected_keys
-    ), left
+    # either name may be the one that transformers ties the other to
+    for copy, name in conversion.tied.items():
+        state[copy] = state[name]
+    made.load_state_dict(state, assign=True)
     made.tie_weights()
+    made.positions = positions_of(recipe)
     made.sparse = any(window is not None for window in model.windows)
     for index, window in enumerate(model.windows):
         if window is not None:
@@ -145,7 +159,7 @@ def continue_prompt(
     tokens = tokenizer.encode(prompt, add_special_tokens=False) or [
         tokenizer.eos_token_id
     ]
-    positions = model.config.n_positions
+    positions = model.positions
     seen = max(positions - CONTINUED_TOKENS, positions // 2, 1)
     how = Decoding(
         CONTINUED_TOKENS, tokenizer.eos_token_id, never, DEFAULT_SAMPLING, seed
@@ -162,7 +176,7 @@ def fill_prompt(
     never: Sequence[int],
 ) -> str:
     """Return the prompt with each [MASK] filled in by a BERT; nothing is drawn, so `seed` is not used."""
-    tokens = tokenizer.encode(prompt)[: model.config.max_position_embeddings]
+    tokens = tokenizer.encode(prompt)[: model.positions]
     filled = fill_masks(model, tokens, tokenizer.mask_token_id, never)
     return str(tokenizer.decode(filled, skip_special_tokens=True))
 
@@ -179,7 +193,7 @@ def continued(
     A prompt has at least 1 token and at most as many as the model has positions. A text ends at the model's
     last position, after the token predicted there. Raises FloatingPointError for logits that are not finite.
     """
-    limit = min(how.length, model.config.n_positions - len(prompt) + 1)
+    limit = min(how.length, model.positions - len(prompt) + 1)
     processors = LogitsProcessorList([partial(_check_finite, model.dtype)])
     if how.never:
         processors.append(
@@ -259,7 +273,7 @@ def fill_masks(
     """
     filled = torch.tensor([list(tokens)], device=model.device)
     while (masked := (filled == mask).nonzero()[:, 1]).numel():
-        outcome = model(input_ids=filled, token_type_ids=torch.zeros_like(filled))
+        outcome = model(input_ids=filled)
         logits = outcome.logits if "logits" in outcome else outcome.prediction_logits
         scores = _check_finite(model.dtype, filled, logits[0, masked].float())
         scores[:, [mask, *never]] = -torch.inf

@@ -110,11 +110,10 @@ def unknown_share(tokenizer: PreTrainedTokenizerFast, source: Source) -> float:
     return np.count_nonzero(tokens == unknown) / max(tokens.size, 1)
 
 
-def unused_numbers(tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    """List the numbers below `vocabulary_size` that no token has."""
-    return sorted(
-        set(range(vocabulary_size(tokenizer))) - {*tokenizer.get_vocab().values()}
-    )
+def unused_numbers(tokenizer: PreTrainedTokenizerFast, rows: int = 0) -> list[int]:
+    """List the numbers below `vocabulary_size`, or below a model's `rows`, that no token has."""
+    numbers = range(max(rows, vocabulary_size(tokenizer)))
+    return sorted({*numbers} - {*tokenizer.get_vocab().values()})
 
 
 def vocabulary_digest(tokenizer: PreTrainedTokenizerFast) -> str:

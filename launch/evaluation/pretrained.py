@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from data.durable_files import write_json
 from launch.records.directory import RunDirectory
 from recipes import catalog, files
-from recipes.families import FAMILIES
+from recipes.families import FAMILIES, OF_CONFIG
 from recipes.key_paths import PRETRAINED, changes
 from recipes.problems import Problem, RecipeError
 from recipes.schema import Recipe
@@ -53,6 +53,11 @@ def encoder_in(given: StartingModel) -> tuple[dict[str, Any], Path]:
     from launch.weights.initial_weights import shown
 
     model = given.model()
+    if model.form.family in OF_CONFIG:
+        came = "is a run of a model by its config (model.config)"
+        rule = "heads for tasks stand on our own BERT here"
+        fix = "export it with launch/export_hf.py, and fine-tune the export with transformers"
+        raise given.error(Problem(given.key, came, rule, fix))
     if not FAMILIES[model.form.family].masked:
         came = f"is a model of type {shown(model.form.model_type)}"
         fix = "give a run with a checkpoint, or a directory that save_pretrained or export_hf.py wrote"

@@ -65,12 +65,13 @@ class TrainedModel:
         """
         weights: Mapping[str, torch.Tensor]
         if drawn:
-            weights = drawn_parameters(self.recipe)
+            weights = drawn_parameters(self.recipe, self.tokenizer)
         else:
             for remark in self.remarks or (str(self.weights),):
                 terminal.say(f"weights: {remark}", sys.stderr)
             weights = foreign_weights.read(self.weights, self.recipe)
-        return on_devices(in_transformers(self.recipe, weights, dtype))
+        made = in_transformers(self.recipe, weights, dtype, self.tokenizer)
+        return on_devices(made)
 
 
 def on_devices(model: Any) -> Any:
@@ -160,7 +161,8 @@ def _holds_vocabulary(directory: Path) -> bool:
 def _unfit(tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> Iterator[Problem]:
     tokens = vocabulary_size(tokenizer)
     size = recipe.model.vocab_size
-    if tokens != size:
+    pads = recipe.model.config and tokens < size
+    if tokens != size and not pads:
         came = f"the vocabulary in {tokenizer.name_or_path or 'that directory'} has {tokens:,} tokens"
         fix = f"name the directory of the model's own with {TOKENIZER} DIR"
         yield Problem(

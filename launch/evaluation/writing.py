@@ -19,9 +19,8 @@ from launch.console import terminal
 from launch.console.progress import bar
 from launch.evaluation.trained_model import TrainedModel
 from launch.ranks import ending
-from modeling.generation import Decoding, EndReason, continued, fill_masks
+from modeling.generation import Decoding, EndReason, continued, fill_masks, positions_of
 from recipes import files
-from recipes.families import FAMILIES
 from recipes.problems import MOST, Problem, counted, visible
 
 
@@ -71,11 +70,11 @@ def unfit(prompts: Sequence[Prompt], model: TrainedModel) -> list[Problem]:
 
 
 def _unfit(prompt: Prompt, model: TrainedModel) -> Iterator[Problem]:
-    positions = model.recipe.positions
-    family = model.recipe.model.family
+    positions = positions_of(model.recipe)
+    facts = model.recipe.model.facts
     tokens = prompt.tokens
     if not prompt.text.strip() or not tokens:
-        fix = f"give some text, such as {FAMILIES[family].prompt!r}"
+        fix = f"give some text, such as {facts.prompt!r}"
         yield Problem(
             "--prompt",
             "is empty",
@@ -89,7 +88,7 @@ def _unfit(prompt: Prompt, model: TrainedModel) -> Iterator[Problem]:
         yield Problem("--prompt", came, rule, "shorten it", where=prompt.where)
     elif not model.continues and model.tokenizer.mask_token_id not in tokens:
         mask = model.tokenizer.mask_token
-        rule = "a BERT fills in masks, and writes nothing else"
+        rule = f"a {facts.title} fills in masks, and writes nothing else"
         fix = f"write {mask} for a missing token"
         yield Problem("--prompt", f"has no {mask}", rule, fix, where=prompt.where)
 

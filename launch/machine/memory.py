@@ -176,6 +176,21 @@ def model_states(plan: Plan) -> cost.StateBytes:
     ).total
 
 
+def describe_states(plan: Plan) -> str:
+    """Name the sizes of the model states on the fullest pipeline stage, by place."""
+    at = model_states(plan)
+    places = (
+        (at.gpu, "per process"),
+        (at.host, "in host memory"),
+        (at.nvme, "on NVMe"),
+    )
+    sizes = "; ".join(f"{amount(size)} {place}" for size, place in places if size)
+    rest = "launch/plan.py predicts the rest"
+    if plan.recipe.model.config:
+        rest = "activations of a model by its config are not counted"
+    return f"model states of {sizes}, counted; {rest}"
+
+
 def fullest_stage(plan: Plan) -> tuple[int, int]:
     """Return the parameters on a rank of the fullest pipeline stage, and the layers of the stage."""
     recipe = plan.recipe

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 from ds_configs.findings import ConfigError
 from ds_configs.plan import Plan
+from launch.machine.memory import describe_states
 from launch.planning.prediction import hardware, workload
 from launch.planning.prediction.forecast import Forecast, Verdict
 from launch.planning.prediction.forecast_text import memory_error
@@ -20,6 +21,12 @@ from recipes.problems import Problem, amount, counted
 from recipes.schema import Recipe
 
 BEST_FIRST = (*get_args(Verdict), "refused")
+UNCOUNTED = Problem(
+    "model.config",
+    "a model of transformers by its config",
+    "its activations are not counted, so nothing says what fits or how long a step takes",
+    "plan.py --recipe TABLE/ROW --hardware NODE, without other questions, shows what is counted",
+)
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,8 @@ def fit(
     """
     file = ds_config or recipe.ds_config
     gpus = nodes * node.gpus
+    if recipe.model.config:
+        return Fit(recipe, gpus, problems=(UNCOUNTED,))
     tp, pp = recipe.parallel.model_parallel
     shared = tp * pp
     if gpus and shared > gpus:
@@ -133,6 +142,8 @@ def memory_of_plan(plan: Plan) -> RankMemory:
 
 def describe(plan: Plan) -> str:
     """Describe the memory of a process of the fullest pipeline stage, by kind and place."""
+    if plan.recipe.model.config:
+        return describe_states(plan)
     rank = memory_of_plan(plan)
     kinds = (
         ("model states", rank.states),

@@ -9,12 +9,12 @@ from typing import Any
 
 from ds_configs.plan import Plan
 from launch.console.text_table import Page
-from launch.machine.memory import model_states
-from launch.records.titles import title_of
+from launch.machine.memory import describe_states
+from launch.records.titles import kind_of, title_of
 from modeling import cost
 from recipes.consistency import untrained
 from recipes.layout import BatchSchedule
-from recipes.problems import amount, counted
+from recipes.problems import counted
 from recipes.schema import DEEPSPEED_SCHEDULES, Branch, Model, Recipe
 
 OPTIMIZERS = {"adamw": "AdamW", "lamb": "LAMB", "muon": "Muon and AdamW"}
@@ -169,18 +169,6 @@ def describe_schedule(recipe: Recipe) -> str:
     return f"{kind}, {counted(s.warmup_steps, 'warm-up step')}{shape}{power}{to}{lacks}"
 
 
-def describe_states(plan: Plan) -> str:
-    """Name the sizes of the model states on the fullest pipeline stage, by place."""
-    at = model_states(plan)
-    places = (
-        (at.gpu, "per process"),
-        (at.host, "in host memory"),
-        (at.nvme, "on NVMe"),
-    )
-    sizes = "; ".join(f"{amount(size)} {place}" for size, place in places if size)
-    return f"model states of {sizes}, counted; launch/plan.py predicts the rest"
-
-
 def describe_data(data: Mapping[str, Any] | None) -> str | None:
     """Name the source of the text, its tokens and what is held out; None: not known yet."""
     if not data:
@@ -230,8 +218,8 @@ def describe_attention(model: Model, band_kernel: str | None) -> list[tuple[str,
 
 def family_of(model: Model) -> str:
     """Name the family, with LayerNorm and head of a BERT."""
-    title = model.facts.title
-    if not model.facts.masked:
+    title = kind_of(model)
+    if model.config or not model.facts.masked:
         return title
     head = (
         "no sentence head"

@@ -39,11 +39,10 @@ def _lines(result: Result) -> list[tuple[str, str]]:
     samples = _number(speed.samples_per_s, " samples/s")
     tokens = _number(speed.tokens_per_s, " tokens/s")
     formula = NOT_MEASURED
+    if speed.exact_tflops is not None:
+        formula = f"{flops(speed.exact_tflops)} by exact count"
     if speed.tflops is not None:
-        exact = flops(speed.exact_tflops)
-        formula = (
-            f"{flops(speed.tflops)} by the published formula, {exact} by exact count"
-        )
+        formula = f"{flops(speed.tflops)} by the published formula, {formula}"
     lines = [*_losses(result)]
     lines += [(f"score on {each.split}", str(each)) for each in result.task_scores]
     lines += [

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from launch.console.text_table import short
 from modeling import cost
-from recipes.schema import Data, Recipe
+from recipes.schema import Data, Model, Recipe
 
 PACKAGED = "the State of the Union addresses"
 
@@ -22,7 +22,13 @@ def title_of(recipe: Recipe) -> str:
         data = TASKS[task.name].title.partition(",")[0]
         if task.train:
             data = f"{Path(task.train).name} ({data})"
-    return f"{recipe.model.facts.title} of {short(parameters)} parameters on {data}"
+    return f"{kind_of(recipe.model)} of {short(parameters)} parameters on {data}"
+
+
+def kind_of(model: Model) -> str:
+    """Name the family of a model, and the type of one by its config."""
+    title = model.facts.title
+    return f"{title} ({model.config['model_type']})" if model.config else title
 
 
 def texts(data: Data) -> list[tuple[str, str | None]]:

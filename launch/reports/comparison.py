@@ -139,8 +139,11 @@ def incomparable(a: ReportedRun, b: ReportedRun) -> str | None:
     own = a.result.entropies
     entropies = b.result.entropies
     same = own.same_text(entropies)
+    masked = a.recipe.model.facts.masked or b.recipe.model.facts.masked
     changed = []
     for key, one, other in key_paths.changes(a.recipe, b.recipe, TEXT):
+        if key == "model.family" and not masked:  # two names of one objective
+            continue
         if not (same and key in PLACES):
             changed.append(f"{key}: {_text(one)} / {_text(other)}")
     if changed:

@@ -58,12 +58,17 @@ class ListedRecipe:
         tp, pp = recipe.parallel.model_parallel
         gpus = recipe.hardware.gpus if recipe.hardware else None
         family = "BERT " * model.facts.masked
+        size = ""
+        if model.config:  # torch would count for seconds
+            family = f"{model.config['model_type']} "
+        else:
+            size = short_count(cost.parameters(model, recipe.positions))
         fits = {} if self.fits is None else {"fits": self.fits}
         return {
             # apart, so that a name can be copied
             "row": self.name + (" ?" if self.has_stand_ins else ""),
             **fits,
-            "size": short_count(cost.parameters(model, recipe.positions)),
+            "size": size,
             "layers x hidden": f"{family}{model.layers}x{model.hidden}",
             "tp x pp x dp": f"{tp}x{pp}x{recipe.parallel.dp or 'any'}",
             "GPUs": str(gpus or ""),

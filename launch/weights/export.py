@@ -27,8 +27,10 @@ from launch.checkpoints.run_checkpoints import Checkpoint
 from launch.checkpoints.stored import StoredTensors
 from launch.checkpoints.tensor_file import Reader, TensorEntry
 from launch.machine import memory
-from modeling.families import conversion_of, family_of, meta_parameters, whole_model
+from modeling import cost
+from modeling.families import conversion_of, meta_parameters, whole_model
 from modeling.formats.huggingface.conversion import Logits, Tensors
+from modeling.generation import in_transformers, positions_of
 from modeling.lazy_weights import LazyWeights
 from recipes import catalog
 from recipes.files import FileError, refuse
@@ -105,16 +107,17 @@ def export(  # noqa: PLR0913
         write_facts(checkpoint, recipe, temporary, run=str(run), dtype=dtype)
         difference = None
         rounding = 0.0
-        needed = COMPARING * sum(p.numel() for p in meta_parameters(recipe).values())
+        needed = COMPARING * cost.parameters(recipe.model, recipe.positions)
         free = int(memory.available())
         # a task's head computes in transformers only
         computed = recipe.model.task_head == "none"
         if computed and (compare_logits or needed <= free):
             batch = RandomBatch.of(recipe)
             rounded = LazyWeights(master, lambda name: master[name].to(kind))
-            ours = our_logits(recipe, rounded, batch)
+            ours = our_logits(recipe, rounded, batch, tokenizer)
             if dtype != "float32":
-                rounding = _largest(ours, our_logits(recipe, master, batch))
+                exact = our_logits(recipe, master, batch, tokenizer)
+                rounding = _largest(ours, exact)
             difference = compare(
                 ours, their_logits(recipe, temporary, batch), checkpoint.directory
             )
@@ -191,8 +194,8 @@ class RandomBatch(NamedTuple):
     def of(recipe: Recipe) -> RandomBatch:
         """Draw a batch by the recipe's seed."""
         generator = torch.Generator().manual_seed(recipe.seed)
-        inputs = family_of(recipe.model).fields.inputs
-        shape = (SAMPLES, min(POSITIONS, recipe.positions))
+        inputs = recipe.model.facts.fields.inputs
+        shape = (SAMPLES, min(POSITIONS, positions_of(recipe)))
         return RandomBatch(
             torch.randint(recipe.model.vocab_size, shape, generator=generator),
             torch.randint(2, shape, generator=generator)
@@ -211,8 +214,15 @@ class RandomBatch(NamedTuple):
         return torch.arange(self.tokens.shape[1]) < self.lengths[:, None]
 
 
-def our_logits(recipe: Recipe, weights: Tensors, batch: RandomBatch) -> Logits:
-    """Compute the logits of our own model in one process."""
+def our_logits(
+    recipe: Recipe, weights: Tensors, batch: RandomBatch, tokenizer: Tokenizer
+) -> Logits:
+    """Compute the logits of our own model, or of a model by its config, in one process."""
+    model = recipe.model
+    if model.config:
+        made = in_transformers(recipe, weights, tokenizer=tokenizer)
+        with torch.no_grad():
+            return conversion_of(model).logits(made, batch.tokens, None, batch.mask)
     with torch.no_grad():
         outcome = whole_model(recipe, weights)(*(x for x in batch if x is not None))
     logits, *sentence = outcome if isinstance(outcome, tuple) else (outcome,)
@@ -275,11 +285,7 @@ def model_config(
     """Return the config.json of the recipe's model in `transformers`."""
     conversion = conversion_of(recipe.model)
     config = conversion.config(
-        recipe.model,
-        recipe.positions,
-        recipe.dropout,
-        end=tokenizer.eos_token_id,
-        pad=tokenizer.pad_token_id or 0,
+        recipe.model, recipe.positions, recipe.dropout, tokenizer
     )
     config.architectures = [conversion.class_name(recipe.model)]
     config.dtype = dtype
@@ -294,11 +300,13 @@ def write_tokenizer(
     Return the tokens that it no longer adds to a text, since a GPT is trained without them.
     """
     # Without this, GPT-2 of transformers takes a token's type for another token and adds its embedding.
-    types = ["token_type_ids"] if recipe.model.facts.masked else []
+    model = recipe.model
+    reads_types = model.facts.masked and not model.config
+    types = ["token_type_ids"] if reads_types else []
     tokenizer.model_input_names = ["input_ids", *types, "attention_mask"]
     backend = tokenizer.backend_tokenizer
     left_out: tuple[str, ...] = ()
-    if not recipe.model.facts.masked:
+    if not model.facts.masked:
         bare = backend.encode("a", add_special_tokens=False).tokens
         left_out = tuple(
             each for each in backend.encode("a").tokens if each not in bare

@@ -35,6 +35,7 @@ from launch.machine.checks import free_bytes
 from launch.weights import export
 from launch.weights.deepspeed_weights import NAMES
 from launch.weights.their_settings import TOLD
+from modeling import cost
 from modeling.families import meta_parameters
 from recipes.problems import Problem, ProblemsError, amount, existing
 from recipes.schema import Recipe
@@ -95,7 +96,7 @@ def check_exportable(held: Manifest, recipe: Recipe, out: Path) -> None:
 
 def size_of(recipe: Recipe) -> int:
     """Return the bytes of the exported tensors."""
-    return BYTES * sum(each.numel() for each in meta_parameters(recipe).values())
+    return BYTES * cost.parameters(recipe.model, recipe.positions)
 
 
 def describe(checkpoint: Checkpoint, out: Path) -> str:

@@ -1,10 +1,11 @@
-"""Arithmetic of a GPT-2 or BERT: parameters, operations and bytes, from only the recipe's shape.
+"""Arithmetic of a model: parameters, operations and bytes, from only the recipe's shape.
 
 Symbols, as in the literature: L layers, h hidden, S tokens per sample, P predicted tokens per sample of a
 BERT, B samples per optimizer step, V vocabulary (padded where said), t tensor-parallel degree, N_d
 data-parallel degree. A multiply-add counts as two operations.
 
-Imports neither torch nor deepspeed, so that planning is instant and runs anywhere.
+Imports neither torch nor deepspeed, so that planning is instant and runs anywhere. Only a model by its config
+(model.config) is counted by torch.
 """
 
 # ruff: noqa: F401 # the names of this package

@@ -34,8 +34,14 @@ def exact_flops_per_step(
     own heads replace 2 S h V; they see only P = `predictions` positions of a sample
     (`modeling.cost.parameter_count`). A question is a sequence for each of its choices. Padding is counted as
     tokens. Embedding look-ups, LayerNorm, GeLU, softmax, dropout and the optimizer are left out, as in that
-    paper.
+    paper. A model by its config is counted by torch; 0: it cannot be.
     """
+    if model.config:
+        from modeling.formats.huggingface import counting
+
+        return global_batch * counting.operations(
+            model, sequence_length, again=checkpointing
+        )
     hidden = model.hidden
     length = sequence_length
     vocab = model.vocab_size if padded_vocab is None else padded_vocab
@@ -107,8 +113,15 @@ def published_tflops(
 
 def tflops(
     recipe: Recipe, padded_vocab: int, samples: int, seconds: float, gpus: int
-) -> tuple[float, float]:
-    """Return TFLOPS per GPU of a step: by the published formula with the model's own size, by exact count."""
+) -> tuple[float | None, float | None]:
+    """Return TFLOPS per GPU of a step: by the published formula with the model's own size, by exact count.
+
+    None: there is no formula for a model by its config, and its operations may be uncountable.
+    """
+    operations = operations_of(recipe, samples, padded_vocab)
+    exact = exact_tflops(operations, seconds, gpus)
+    if recipe.model.config:
+        return None, exact or None
     length = recipe.sequence_length
     again = recipe.checkpoint_interval > 0
     size = parameters(recipe.model.unshared, length)  # each use of a layer multiplies
@@ -116,9 +129,7 @@ def tflops(
     by_formula = published_tflops(
         size, length, read, seconds, gpus, checkpointing=again
     )
-    return by_formula, exact_tflops(
-        operations_of(recipe, samples, padded_vocab), seconds, gpus
-    )
+    return by_formula, exact
 
 
 # Numbers of transformer layers of the pipeline stages

@@ -104,8 +104,12 @@ def parameters_per_rank(
 
     Shared layers count once in each stage. `layers`: of the stage (None: all). `first`: it is the first stage
     (embeddings). `last`: it is the last (final LayerNorm, heads, and a copy of the tied embedding unless it
-    is also the first).
+    is also the first). A model by its config is counted by torch: it is never split.
     """
+    if model.config:
+        from modeling.formats.huggingface import counting
+
+        return counting.parameters(model)
     hidden = model.hidden
     vocab = model.vocab_size if padded_vocab is None else padded_vocab
     assert vocab % tp == 0 and hidden % tp == 0, (

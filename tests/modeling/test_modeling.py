@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import modeling_checks
 import numpy as np
@@ -38,7 +39,8 @@ to_canonical = CONVERSION.to_canonical
 def theirs() -> GPT2LMHeadModel:
     """A `transformers` GPT-2 of which no parameter is zero or one and attention is far from uniform."""
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(config(MODEL, positions=SHAPE.positions, end=7)).eval()
+    ends = SimpleNamespace(eos_token_id=7)
+    model = GPT2LMHeadModel(config(MODEL, positions=SHAPE.positions, tokenizer=ends)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0, 0.3)

@@ -66,8 +66,8 @@ def test_there_are_recipes_and_the_default_comes_first():
 def test_a_row_or_a_table_of_one_row_is_name_enough():
     assert load("3d") == load("parallel_kinds/3d")
     assert load("default") == load("default/sotu") == load()
-    assert load("gpt2-124m") == load("openwebtext")
-    assert catalog.find("wikipedia").name == "wikipedia/bert-336m"
+    assert load("gpt2-124m") == load("openwebtext/gpt2-124m")
+    assert catalog.find("a100_blog_bert_base").name == "a100_blog_bert_base/110m"
 
 
 def test_the_recipe_for_gpus_reduces_gradients_once_a_step():
@@ -361,8 +361,8 @@ def test_messages_name_the_keys_of_a_pattern_of_attention():
 
 def test_text_whose_files_hold_many_documents_may_be_streamed():
     how = "source: text, name: x, streaming: true, documents: blank_line, tokenizer: {kind: gpt2}"
-    assert load("openwebtext", [f"data={{{how}}}"]).data.streamed
-    assert load("openwebtext").data.revision == "refs/convert/parquet"
+    assert load("gpt2-124m", [f"data={{{how}}}"]).data.streamed
+    assert load("gpt2-124m").data.revision == "refs/convert/parquet"
 
 
 def test_a_constant_rate_may_warm_up_to_the_end():

@@ -253,8 +253,10 @@ def _first(
 
 
 def _forward_order(name: str) -> tuple[Any, ...]:
-    """Return a sort key: the parameter's position in the forward pass."""
+    """Return a sort key: the parameter's position in the forward pass; none for names of transformers."""
     top, *below = name.split(".")
+    if top not in TOP:
+        return ()
     layer = int(below.pop(0)) if top == "layers" else 0
     return (
         TOP.index(top),

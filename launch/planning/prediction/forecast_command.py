@@ -9,10 +9,10 @@ from bisect import bisect_left
 
 from launch.console import arguments, terminal
 from launch.planning import carrying_nodes
-from launch.planning.memory_fit import fit, how
+from launch.planning.memory_fit import UNCOUNTED, fit, how
 from launch.planning.prediction import forecast_text, hardware
 from launch.planning.prediction.published_step import side_by_side
-from launch.planning.resolved_plans import processes
+from launch.planning.resolved_plans import processes, resolve_on_machine
 from recipes import catalog
 from recipes.problems import ProblemsError, counted
 
@@ -63,12 +63,20 @@ def run(args: argparse.Namespace) -> int:
     nodes = args.nodes or 1
     if not (args.nodes or args.hardware):
         nodes = math.ceil(processes(recipe) / node.gpus)
+    name = named.name + ("-tiny" if args.tiny else "")
+    if recipe.model.config:
+        if args.json or args.tokens or args.usd_per_gpu_hour:
+            raise ProblemsError([UNCOUNTED])
+        world = recipe.parallel.dp or nodes * node.gpus or 1
+        config = args.ds_config or recipe.ds_config
+        planned = resolve_on_machine(recipe, config, world, node.machine)
+        print(forecast_text.counted_page(planned, name, node, terminal.columns()))
+        return 0
     placed = fit(recipe, node, nodes, args.ds_config)
     plan = placed.plan
     predicted = placed.forecast
     if plan is None or predicted is None:
         raise ProblemsError(placed.problems)
-    name = named.name + ("-tiny" if args.tiny else "")
     sizes = recipe.sizes
     tokens = predicted.work.tokens_per_step
     steps = recipe.steps

@@ -8,10 +8,13 @@ from typing import Any
 
 from ds_configs.plan import Plan
 from launch.console.text_table import Page, duration
+from launch.machine.memory import describe_states
 from launch.planning.prediction.constants import fitted
 from launch.planning.prediction.forecast import Bill, Forecast, PredictedSpeed, Remark
+from launch.planning.prediction.hardware import Node
 from launch.planning.prediction.step_time import StepTime
 from launch.planning.prediction.workload import Workload
+from modeling import cost
 from recipes.problems import amount, counted
 
 CATEGORIES = {
@@ -102,6 +105,25 @@ def page(
         shown.facts(("whole run", _bill(predicted, bill)))
     shown.facts(("error", errors(predicted)))
     shown.notes(map(remark_text, predicted.remarks))
+    return shown
+
+
+def counted_page(plan: Plan, name: str, node: Node, width: int | None) -> Page:
+    """Describe what is counted of a model by its config: no activations."""
+    recipe = plan.recipe
+    each = cost.operations_of(recipe, plan.layout.global_batch, plan.padded_vocab)
+    operations = f"{each:,} in the products of a step, by torch's counter"
+    if not each:
+        operations = "not counted: its numbers decide them"
+    shown = Page(width)
+    shown.facts(
+        ("recipe", name),
+        ("hardware", f"{node.name}, {node.memory}"),
+        ("layout", plan.layout.identity()),
+        ("parameters", f"{cost.parameters(recipe.model, recipe.positions):,}"),
+        ("operations", operations),
+        ("memory", describe_states(plan)),
+    )
     return shown
 
 

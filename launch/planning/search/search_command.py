@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 
 from launch.console import arguments, launch_lines, terminal
+from launch.planning.memory_fit import UNCOUNTED
 from launch.planning.prediction import hardware
 from launch.planning.search import candidates, largest, search_text, shapes
 from launch.planning.search.candidates import WAYS, Candidate, SearchQuestion
 from recipes import catalog
 from recipes.key_paths import key_of
+from recipes.problems import ProblemsError
 
 ABOUT = """\
 Go through tensor x pipeline x data parallelism, ZeRO stage, offload,
@@ -108,6 +110,8 @@ def question_of(args: argparse.Namespace) -> SearchQuestion:
     settings = {key_of(text): text for text in (*shape, *args.set)}
     overrides = [*OPEN, *settings.values()]
     recipe = named.changed(overrides, args.tiny, args.steps)
+    if recipe.model.config:
+        raise ProblemsError([UNCOUNTED])
     if RECOMPUTATION in settings:
         recomputations = (recipe.activation_checkpointing,)
     return SearchQuestion(name, settings, recipe, node, args.nodes, recomputations)

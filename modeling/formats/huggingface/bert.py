@@ -157,10 +157,10 @@ def config(
     model: Model,
     positions: int,
     dropout: Dropout = NO_DROPOUT,
-    end: int | None = None,
-    pad: int = 0,
+    tokenizer: transformers.PreTrainedTokenizerBase | None = None,
 ) -> transformers.PretrainedConfig:
-    """Return the `BertConfig` or `MegatronBertConfig` of the model; `end` is GPT-2's and not used."""
+    """Return the `BertConfig` or `MegatronBertConfig` of the model."""
+    pad = tokenizer.pad_token_id if tokenizer else 0
     labels = model.head_classes if model.task_head == "classification" else 2
     # a class by its name is Any
     return getattr(transformers, PLACEMENTS[model.layer_norm].prefix + "Config")(  # type: ignore[no-any-return]
@@ -173,7 +173,7 @@ def config(
         hidden_act="gelu",
         layer_norm_eps=BERT_NORM_EPS,
         type_vocab_size=2,
-        pad_token_id=pad,
+        pad_token_id=pad or 0,
         num_labels=labels,
         hidden_dropout_prob=dropout.hidden,
         attention_probs_dropout_prob=dropout.attention,

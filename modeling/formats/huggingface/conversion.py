@@ -75,7 +75,7 @@ class Conversion:
 
     Attributes:
         class_name: name of the class of the model with its heads.
-        config: (model, positions, dropout, end= a document of GPT-2, pad= a BERT's sample) -> configuration.
+        config: (model, positions, dropout, tokenizer, which names special tokens) -> configuration.
         name_map: every parameter of the model.
         rename: stored name -> the name in the class with all heads; None: a buffer in old checkpoints.
         tied: name of a copy, left out of every export -> name of its tensor.

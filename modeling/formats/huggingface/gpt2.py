@@ -84,10 +84,10 @@ def config(
     model: Model,
     positions: int,
     dropout: Dropout = NO_DROPOUT,
-    end: int | None = None,
-    pad: int = 0,
+    tokenizer: transformers.PreTrainedTokenizerBase | None = None,
 ) -> transformers.GPT2Config:
-    """Return the `GPT2Config` of the model; samples have no padding, so `pad` is not used."""
+    """Return the `GPT2Config` of the model; samples have no padding."""
+    end = tokenizer.eos_token_id if tokenizer else None
     return transformers.GPT2Config(
         vocab_size=model.vocab_size, n_positions=positions, n_embd=model.hidden, n_layer=model.layers,
         n_head=model.heads, activation_function="gelu_new", layer_norm_epsilon=GPT2_NORM_EPS,
