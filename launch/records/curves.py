@@ -66,12 +66,10 @@ class Curve:
         if self.entropies.same_text(entropies):
             apart = [each for each in apart if each[0] not in PLACES]
         elif entropies.unigram:
-            both = (self.entropies.unigram, entropies.unigram)
-            apart.append(("unigram entropy", *both))
+            own = self.entropies.unigram
+            apart.append(("unigram entropy", own, entropies.unigram))
         told = [f"{key}={now} is not the {was}" for key, was, now in apart]
-        if not told:
-            return ""
-        return f"{some(told, MOST_NAMED)} of {self.curve_of}'s curve"
+        return f"{some(told, MOST_NAMED)} of {self.curve_of}'s curve" if told else ""
 
 
 _FORM = TypeAdapter(Curve)
@@ -115,9 +113,8 @@ def facts_of(recipe: Recipe) -> dict[str, Any]:
 def read(path: Path) -> Curve:
     """Read a curve. Raises FileError."""
     curve: Curve = files.checked(_FORM, files.read_json_object(path), path)
-    lengths = set[int]()
-    for run in curve.runs.values():
-        lengths |= {len(run.loss), len(run.grad_norm)}
+    runs = curve.runs.values()
+    lengths = {len(each) for run in runs for each in (run.loss, run.grad_norm)}
     if len(lengths) != 1:
         files.refuse(path, "has no runs, or runs of different lengths")
     return curve
@@ -125,8 +122,7 @@ def read(path: Path) -> Curve:
 
 def write(path: Path, curve: Curve) -> None:
     """Write the file of a curve, each series in a line."""
-    known = _FORM.dump_python(curve, mode="json")
-    text = json.dumps(known, indent=1)
+    text = json.dumps(_FORM.dump_python(curve, mode="json"), indent=1)
     lines = re.sub(r'\[[^][{"]+\]', lambda series: " ".join(series[0].split()), text)
     write_atomically(path, f"{lines}\n")
 
@@ -150,20 +146,17 @@ class ReferenceWatch:
         self.why_not = curve.why_not(recipe, run.entropies, given)
         self.reference = curve.reference
         steps = min(len(each.loss) for each in curve.runs.values())
-        figure = recipe.model.figures[0]
-        self.figures = RunFigures(figure, before, steps)
+        self.figures = RunFigures(recipe.model.figures[0], before, steps)
         self._seed = recipe.seed
         self._name = curve.curve_of
 
     def __str__(self) -> str:
         if self.why_not:
             return f"none: {self.why_not}"
-        seeds = counted(len(self.reference.runs), "seed")
-        return f"curve of {self._name}, {seeds}"
+        return f"curve of {self._name}, {counted(len(self.reference.runs), 'seed')}"
 
     def judge(self, record: ValidationRecord) -> Judgement | None:
         """Judge the run at a validation; None: after the curve's end, or the loss is not finite."""
         if not self.figures.validated(record):
             return None
-        run = self.figures.until(record.step)
-        return self.reference.judge(run, self._seed)
+        return self.reference.judge(self.figures.until(record.step), self._seed)

@@ -213,13 +213,11 @@ def not_comparable(
     here = sharding(plan.ds)
     sharded = (here, there) if there and here and there != here else None
     keys = [*changed_work(row, plan.recipe), *changed_degrees(row, plan.layout)]
-    if keys or sharded:
-        return Incomparable(
-            "other", (*keys, *(["ds_config"] if sharded else [])), sharded
-        )
-    return (
-        Incomparable("emulated") if emulated_fp16 and plan.precision == "fp16" else None
-    )
+    keys += ["ds_config"] * bool(sharded)
+    if keys:
+        return Incomparable("other", tuple(keys), sharded)
+    emulated = emulated_fp16 and plan.precision == "fp16"
+    return Incomparable("emulated") if emulated else None
 
 
 def changed_work(row: Recipe, run: Recipe) -> list[str]:

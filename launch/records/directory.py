@@ -67,10 +67,17 @@ class Launch:
 
     @classmethod
     def now(cls, run: RunFacts, command: Sequence[str]) -> Launch:
-        started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-        how = (run.name, run.tiny, run.emulated_fp16, plan_facts(run.plan))
-        made = (run.machine, run.initial_weights)
-        return cls(started, tuple(command), os.getcwd(), *how, *made)
+        return cls(
+            time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            tuple(command),
+            os.getcwd(),
+            run.name,
+            run.tiny,
+            run.emulated_fp16,
+            plan_facts(run.plan),
+            run.machine,
+            run.initial_weights,
+        )
 
     @classmethod
     def read(cls, entry: Mapping[str, Any], where: Path) -> Launch:
@@ -95,12 +102,12 @@ def row_of(name: str, tiny: bool) -> str:
     return name.removesuffix("-tiny") if tiny else name
 
 
+@dataclass(frozen=True)
 class _Place:
     """The path of a file, or of a folder, in the directory of a run."""
 
-    def __init__(self, name: str, folder: bool = False) -> None:
-        self.name = name
-        self.folder = folder
+    name: str
+    folder: bool = False
 
     def __get__(self, run: RunDirectory, owner: type[RunDirectory]) -> Path:
         return run.path / self.name
@@ -152,10 +159,14 @@ class RunDirectory:
     def write_description(self, plan: Plan, launches: Sequence[Launch]) -> None:
         """Write the files that describe the run."""
         write_atomically(self.recipe_yaml, catalog.dump(plan.recipe))
-        write_atomically(self.ds_config_json, _json(plan.ds))
-        write_atomically(self.plan_json, _json(plan_to_json(plan)))
         entries = [launch.entry() for launch in launches]
-        write_atomically(self.environment_json, _json({"launches": entries}))
+        for path, value in (
+            (self.ds_config_json, plan.ds),
+            (self.plan_json, plan_to_json(plan)),
+            (self.environment_json, {"launches": entries}),
+        ):
+            text = json.dumps(value, indent=2, ensure_ascii=False)
+            write_atomically(path, f"{text}\n")
 
     def write_origin(self, run: RunFacts) -> None:
         """Write the recipe as its table has it, and the DeepSpeed JSON as it was given."""
@@ -209,8 +220,7 @@ class RunDirectory:
     def watch(self, run: RunFacts) -> ReferenceWatch | None:
         """Return what judges a run by the curve of its recipe; None: there is no curve. Raises FileError."""
         stated = run.plan.recipe.curve
-        name = run.name.replace("/", "-")
-        file = catalog.CURVES / f"{name}.json"
+        file = catalog.CURVES / f"{run.name.replace('/', '-')}.json"
         if stated:
             file = files.path_of(stated, "curve")
         elif not file.is_file():
@@ -227,7 +237,3 @@ class RunDirectory:
         """Release the lock, so that another process may resume this run."""
         if self.lock is not None:
             self.lock.release()
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"

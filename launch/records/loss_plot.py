@@ -101,7 +101,7 @@ def draw_losses(
     records: Records,
     result: Result,
     figure: LossFigure,
-    reference: Reference | None = None,
+    reference: Reference | None,
 ) -> None:
     """Draw a figure's training and validation curves, named in the margin with their last values.
 
@@ -127,10 +127,11 @@ def draw_losses(
         value = result.told(split, figure)
         if value is not None:
             names.append(CurveName(value, f"{split} {value:.4f}", color))
-    if figure == result.figures[0] and reference:
-        names.append(draw_band(axes, reference, result.steps))
-    elif figure == result.figures[0]:
-        names += draw_entropies(axes, result.entropies)
+    if figure == result.figures[0]:
+        if reference:
+            names.append(draw_band(axes, reference, result.steps))
+        else:
+            names += draw_entropies(axes, result.entropies)
     write_in_margin(axes, names)
 
 

@@ -6,13 +6,12 @@ that are not finite (the gradient norm of an overflowed fp16 step) are null, sin
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import math
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -28,7 +27,6 @@ from launch.records.facts import (
     RunFacts,
     SaveOutcome,
     StepRecord,
-    finite,
 )
 from modeling import cost
 from recipes import files
@@ -98,10 +96,18 @@ class SpeedSettings:
     @classmethod
     def of(cls, run: RunFacts) -> SpeedSettings:
         plan = run.plan
-        recipe = run.plan.recipe
-        facts = (plan.layout, plan.zero_stage, plan.offload, plan.precision)
-        own = (recipe.activation_checkpointing, recipe.model.implementation)
-        return cls(plan.ds_name, *facts, *own, run.hardware, recipe.parallel.sequence)
+        recipe = plan.recipe
+        return cls(
+            plan.ds_name,
+            plan.layout,
+            plan.zero_stage,
+            plan.offload,
+            plan.precision,
+            recipe.activation_checkpointing,
+            recipe.model.implementation,
+            run.hardware,
+            recipe.parallel.sequence,
+        )
 
     def __str__(self) -> str:
         at = self.layout
@@ -266,15 +272,9 @@ def rates(plan: Plan, seconds: float, samples: int | None = None) -> dict[str, A
     )
 
 
-def finite_parts(parts: Mapping[str, float]) -> Parts:
-    return {name: finite(value) for name, value in parts.items()}
-
-
 def to_line(record: Record) -> str:
     """Return the record as a line of JSON; the parts of a loss are keys of their own."""
-    values = dataclasses.asdict(record)
-    if isinstance(record, BranchRecord):
-        values["branch"] = record.branch.model_dump(mode="json")
+    values = _KINDS[record.kind][0].dump_python(record, mode="json")
     first = {}
     for key in ("kind", "step", "loss"):
         if key in values:

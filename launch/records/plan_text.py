@@ -117,7 +117,7 @@ def describe_plan(
         ("run directory", surroundings.run_directory),
     ]
     page = Page(width)
-    page.facts(*((label, value) for label, value in lines if value))
+    page.facts(*(line for line in lines if line[1]))
     page.text(*(str(each) for each in plan.notices if not each.differs), hang=2)
     for notice in plan.notices:
         if notice.differs:

@@ -51,16 +51,15 @@ class RecordedRun:
         """Read the rest of the directory of a run's recipe. Raises ProblemsError."""
         path = Path(named.name)
         at = RunDirectory(path)
-        has_original = at.original_yaml.is_file()
-        original = (
-            catalog.load_resolved(at.original_yaml) if has_original else named.recipe
-        )
+        original = named.recipe
+        if at.original_yaml.is_file():
+            original = catalog.load_resolved(at.original_yaml)
         launches = at.launches()
         launch = launches[-1] if launches else None
         given = next(at.ds_config_given.glob("*.json"), at.ds_config_json)
         ours = FOLDER / given.name
         same = ours.is_file() and ours.read_bytes() == given.read_bytes()
-        weights = [each.initial_weights for each in launches if each.initial_weights]
+        weights = (each.initial_weights for each in launches if each.initial_weights)
         return cls(
             path,
             named,
@@ -68,6 +67,6 @@ class RecordedRun:
             name=launch.row if launch else path.name,
             tiny=launch is not None and launch.tiny,
             ds_config=ours.stem if same else str(given),
-            initial_weights=weights[0] if weights else None,
+            initial_weights=next(weights, None),
             command=launch.command if launch else (),
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import re
 import textwrap
@@ -33,7 +32,7 @@ from launch.records.facts import (
     StepRecord,
     finite,
 )
-from launch.records.metrics import ValidationRecord, finite_parts, rates
+from launch.records.metrics import ValidationRecord, rates
 from launch.records.plan_text import NO_CURVE, Surroundings, describe_plan
 from recipes.families import LossFigure
 from recipes.problems import amount, counted, system_error, system_problem, visible
@@ -47,6 +46,14 @@ RANK_TIMES = (
     "rank_seconds_median",
     "rank_seconds_max",
     "slowest_rank",
+)
+SPEEDS = (
+    "seconds",
+    "data_seconds",
+    "samples_per_s",
+    "tokens_per_s",
+    "tflops",
+    "exact_tflops",
 )
 ELSEWHERE = "move the run directory to another disk and --resume there"
 AGAIN = (
@@ -78,16 +85,15 @@ class Recorder(SilentRecorder):
         self._start_step = start_step
         self._clock = clock
         self._stream = stream
-        self._sizes = run.plan.recipe.sizes
-        self._figures = run.plan.recipe.model.figures
+        self._recipe = recipe = run.plan.recipe
+        self._figures = recipe.model.figures
         self._memory_kind = peak_memory().kind
         self._step = start_step
         problems: list[str] = []
-        self._begins_after = run.plan.recipe.begins_after
         self._missing: list[int] = []
         if start_step or directory.metrics_jsonl.exists():
             self._missing = metrics.truncate(
-                directory.metrics_jsonl, start_step, problems, self._begins_after
+                directory.metrics_jsonl, start_step, problems, recipe.begins_after
             )
         if self._missing:
             problems.append(_lacking(directory.metrics_jsonl, self._missing))
@@ -105,11 +111,11 @@ class Recorder(SilentRecorder):
         folder = str(directory.tensorboard)
         purged = start_step + 1 if start_step else 0
         self._events = SummaryWriter(folder, purge_step=purged, flush_secs=10)
-        steps = run.plan.recipe.steps
-        samples = self._sizes.samples
-        self._screen = (
-            screen(stream, start_step, steps, samples) if stream else Silent()
-        )
+        self._screen: Silent = Silent()
+        if stream:
+            self._screen = screen(
+                stream, start_step, recipe.steps, recipe.sizes.samples
+            )
         self._write(
             metrics.LaunchRecord(start_step, metrics.SpeedSettings.of(run), time.time())
         )
@@ -160,34 +166,27 @@ class Recorder(SilentRecorder):
                 f"step {step} follows step {self._step}: the first completed step is 1"
             )
             self._step = step
+            sizes = self._recipe.sizes
             record = replace(
                 record,
                 launch_step=step - self._start_step,
                 peak_memory_bytes=peak_memory().bytes,
                 memory_kind=self._memory_kind,
-                samples=self._sizes.samples(step),
-                **rates(self._run.plan, record.seconds, self._sizes.size(step - 1)),
-                profiled=step in self._run.plan.recipe.run.profiled,
+                samples=sizes.samples(step),
+                **rates(self._run.plan, record.seconds, sizes.size(step - 1)),
+                profiled=step in self._recipe.run.profiled,
                 time=time.time(),
             )
             self._write(record)
             if self._watch:
                 self._watch.figures.step(record)
             scale = ("loss_scale",) if self._run.plan.precision == "fp16" else ()
-            speed = (
-                "seconds",
-                "data_seconds",
-                "samples_per_s",
-                "tokens_per_s",
-                "tflops",
-                "exact_tflops",
-            )
             self._event(
-                "train", record, ("loss", *record.parts, "lr", "grad_norm", *scale)
+                "train", record, "loss", *record.parts, "lr", "grad_norm", *scale
             )
-            self._event("speed", record, speed)
-            self._event("ranks", record, RANK_TIMES)
-            self._event("memory", record, ("peak_memory_bytes",))
+            self._event("speed", record, *SPEEDS)
+            self._event("ranks", record, *RANK_TIMES)
+            self._event("memory", record, "peak_memory_bytes")
             self._screen.step(
                 step, shown_fields(record, self._figures, scale=bool(scale))
             )
@@ -202,26 +201,25 @@ class Recorder(SilentRecorder):
         self, step: int, outcome: facts.Validation, kind: str = "validation"
     ) -> None:
         with self.keeping("the record of a validation"):
-            parts = finite_parts(outcome.parts)
-            loss = finite(outcome.loss)
+            parts = {name: finite(value) for name, value in outcome.parts.items()}
             record = ValidationRecord(
                 step,
-                loss,
+                finite(outcome.loss),
                 parts,
                 time.time(),
                 "test" if kind == "test" else "validation",
             )
-            self._event(kind, record, ("loss", *parts))
+            self._event(kind, record, "loss", *parts)
             shown = ", ".join(shown_figures(record, self._figures).values())
-            judged = None
             colour = terminal.BOLD
             if self._watch and kind == "validation":
                 judged = self._watch.judge(record)
-            if judged:
-                shown += f", {judged}"
-            if judged and judged.since is not None:
-                colour = terminal.YELLOW
-            self._write(replace(record, judgement=judged))
+                record = replace(record, judgement=judged)
+                if judged:
+                    shown += f", {judged}"
+                    if judged.since is not None:
+                        colour = terminal.YELLOW
+            self._write(record)
             self._screen.line(f"step {step}: {kind} {shown}", colour)
 
     def save(self, saved: SaveOutcome) -> None:
@@ -311,7 +309,7 @@ class Recorder(SilentRecorder):
             fix = "curve and result are written all the same; restore it from a copy"
             self._lose(before.metrics_jsonl, f"{gone}: {fix}")
             return
-        now = dataclasses.replace(before, path=Path(place).parent)
+        now = replace(before, path=Path(place).parent)
         self.directory = now
         came = f"{before.path} was renamed while the run trains: its records are in {now.path}"
         fix = f"move {before.checkpoints}/* to {now.checkpoints}, and --resume with --out {now.path}"
@@ -323,9 +321,8 @@ class Recorder(SilentRecorder):
         if self._stream is None:
             return
         run = self._run
-        hardware = description.summary(run.machine)
         surroundings = Surroundings(
-            hardware,
+            description.summary(run.machine),
             run.band_kernel,
             self.directory.path,
             run.data,
@@ -347,8 +344,9 @@ class Recorder(SilentRecorder):
     def _checkpoints(self) -> str:
         if any(self.directory.checkpoints.glob("*/manifest.json")):
             return ", checkpoints/"
-        kept = self._run.plan.recipe.run.save_last
-        return "" if kept else "; no checkpoint (--set run.save_last=true keeps one)"
+        if self._recipe.run.save_last:
+            return ""
+        return "; no checkpoint (--set run.save_last=true keeps one)"
 
     def _read_records(self) -> metrics.Records:
         """Read the records so far; those that are broken or missing are lost."""
@@ -356,7 +354,7 @@ class Recorder(SilentRecorder):
         problems: list[str] = []
         source = place if os.path.exists(place) else self._link
         records = metrics.read_metrics(source, problems)
-        lacking = metrics.missing(records.steps, self._step, self._begins_after)
+        lacking = metrics.missing(records.steps, self._step, self._recipe.begins_after)
         missing = {*lacking} - {*self._missing}
         if missing:
             problems.append(_lacking(place, sorted(missing)))
@@ -417,7 +415,7 @@ class Recorder(SilentRecorder):
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
     def _event(
-        self, group: str, record: StepRecord | ValidationRecord, names: tuple[str, ...]
+        self, group: str, record: StepRecord | ValidationRecord, *names: str
     ) -> None:
         for name in names:
             value = record.parts.get(name, getattr(record, name, None))

@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import numpy as np
 from pydantic import PlainSerializer, PlainValidator, TypeAdapter
@@ -22,9 +22,8 @@ from launch.records.facts import Finite, Judgement
 
 WINDOW = 10
 SCATTERS = 6.0
-NEIGHBOURS = (
-    31  # steps whose variances are averaged: ten seeds tell that of one step badly
-)
+# steps before and behind one whose variances are averaged with its own: ten seeds tell that badly
+AROUND = 15
 ROUNDINGS = 4.0  # largest differences of repeats up to a step
 # before repeats differ: of a loss in nats, of a norm's logarithm
 LEAST_BOUND = {"training loss": 2e-3, "gradient norm": 0.02, "validation loss": 2e-3}
@@ -66,15 +65,8 @@ class Series:
         for step, value in self.validation.items():
             if step <= steps:
                 held_out[step] = value
-        means = _recent_means(loss), _recent_means(norm)
-        return dict(zip(LEAST_BOUND, (*means, held_out), strict=True))
-
-
-class Expected(NamedTuple):
-    """What a run of the recipe has by step, and how far from it a sound one may be."""
-
-    center: np.ndarray
-    bound: np.ndarray
+        figures = (_means(loss, WINDOW - 1), _means(norm, WINDOW - 1), held_out)
+        return dict(zip(LEAST_BOUND, figures, strict=True))
 
 
 @dataclass(frozen=True)
@@ -99,18 +91,23 @@ class Reference:
         judged = [each.judged(steps) for each in self.runs.values()]
         return {name: np.stack([of[name] for of in judged]) for name in LEAST_BOUND}
 
-    def expected(self, name: str, seed: int | None, steps: int) -> Expected:
-        """Return what a figure is up to a step; `seed` None: of none that the reference has."""
+    def expected(
+        self, name: str, seed: int | None, steps: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return what a figure is by step, and how far from it a sound run may be, each (steps + 1,).
+
+        `seed` None: of none that the reference has.
+        """
         of_seeds = self._of_seeds[name][:, : steps + 1]
-        scatter = SCATTERS * np.sqrt(_means_around(of_seeds.var(0, ddof=1)))
+        scatter = SCATTERS * np.sqrt(_means(of_seeds.var(0, ddof=1), AROUND, AROUND))
         if seed is None or seed not in self.runs or not self.repeats:
-            return Expected(np.median(of_seeds, 0), scatter)
+            return np.median(of_seeds, 0), scatter
         largest = np.zeros(steps + 1)
         for repeated, repeat in self.repeats.items():
             apart = repeat.judged(steps)[name] - self.runs[repeated].judged(steps)[name]
             largest = np.fmax(largest, np.fmax.accumulate(np.abs(apart)))
         bound = LEAST_BOUND[name] + ROUNDINGS * largest
-        return Expected(self.runs[seed].judged(steps)[name], np.fmin(bound, scatter))
+        return self.runs[seed].judged(steps)[name], np.fmin(bound, scatter)
 
     def judge(self, run: Series, seed: int) -> Judgement:
         """Judge a run of `seed` with validations, no longer than these, at its last one."""
@@ -162,29 +159,16 @@ class Reference:
         own = run.judged(steps)
         apart = []
         for name, weight in WEIGHTS.items():
-            center = self.expected(name, seed, steps).center
+            center, _ = self.expected(name, seed, steps)
             apart.append(weight * (own[name] - center))
         return np.concatenate(apart)
 
 
-def _recent_means(values: np.ndarray) -> np.ndarray:
-    """Return the mean of each value and those before it, up to `WINDOW`; nan where none is known."""
+def _means(values: np.ndarray, before: int, behind: int = 0) -> np.ndarray:
+    """Return the mean of each value and of so many before and behind it; nan where none is known."""
     known = np.isfinite(values)
-    sums = np.cumsum([np.where(known, values, 0.0), known], axis=1)
-    sums[:, WINDOW:] -= sums[:, :-WINDOW].copy()
-    return _quotients(sums[0], sums[1])
-
-
-def _means_around(values: np.ndarray) -> np.ndarray:
-    """Return the mean of each value and its neighbours; nan where none is known."""
-    known = np.isfinite(values)
-    near = np.ones(NEIGHBOURS)
-    first = NEIGHBOURS // 2
+    near = np.ones(before + 1 + behind)
     sums = np.convolve(np.where(known, values, 0.0), near)
     counts = np.convolve(known, near)
-    return _quotients(sums, counts)[first : first + len(values)]
-
-
-def _quotients(sums: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    unknown = np.full(len(sums), np.nan)
-    return np.divide(sums, counts, out=unknown, where=counts > 0.5)  # type: ignore[no-any-return]
+    means = np.divide(sums, counts, out=np.full(len(sums), np.nan), where=counts > 0.5)
+    return means[behind : behind + len(values)]  # type: ignore[no-any-return]

@@ -49,11 +49,8 @@ def _lines(result: Result) -> list[tuple[str, str]]:
         ("recipe", f"{result.recipe}: {result.title}"),
         ("status", result.status + (f": {result.reason}" if result.reason else "")),
         ("run with", f"{result.ds_config}: {how}"),
-        *(
-            [("implementation", str(result.implementation))]
-            if result.implementation != OURS
-            else []
-        ),
+        *[("implementation", str(result.implementation))]
+        * (result.implementation != OURS),
         ("hardware", str(result.hardware)),
         ("parameters", number(result.parameters)),
         ("steps", f"{result.steps:,}{skipped}"),
@@ -98,8 +95,7 @@ def _add_comparison(page: Page, result: Result) -> None:
     ):
         lines.append(f"TFLOPS: {EXACT}")
     lines.append(f"source: {result.published_source}")
-    headings = ("", "published", "measured", "ratio", "")
-    page.table(rows, headings, "lrrrl", below=lines)
+    page.table(rows, ("", "published", "measured", "ratio", ""), "lrrrl", below=lines)
 
 
 def _losses(result: Result) -> Iterator[tuple[str, str]]:

@@ -14,7 +14,12 @@ PACKAGED = "the State of the Union addresses"
 def title_of(recipe: Recipe) -> str:
     """Return the title of what a recipe trains, such as "GPT-2 of 14M parameters on my.txt"."""
     parameters = cost.parameters(recipe.model, recipe.positions)
-    data = " + ".join(_named(*text) for text in texts(recipe.data))
+    named = []
+    for source, name in texts(recipe.data):
+        text = name or PACKAGED
+        # data sets of the hub in full, files and folders without the way to them
+        named.append(text if source == "hub" else Path(text).name)
+    data = " + ".join(named)
     task = recipe.task
     if task is not None:
         from recipes.tasks import TASKS
@@ -34,10 +39,3 @@ def kind_of(model: Model) -> str:
 def texts(data: Data) -> list[tuple[str, str | None]]:
     """Return the source and the name of each text: the same lists are the same text."""
     return [(origin.source, origin.name) for origin in data.origins]
-
-
-def _named(source: str, name: str | None) -> str:
-    """Name a text: data sets of the hub in full, files and folders without the way to them."""
-    if source == "hub" or name is None:
-        return name or PACKAGED
-    return Path(name).name

@@ -69,8 +69,8 @@ def with_run(curve: Curve | None, path: Path) -> Curve:
         raise ValueError(f"{at.environment_json} names no launch")
     if result.status != "ok" or made < recipe.steps:
         raise ValueError(f"{made:,} of {recipe.steps:,} steps, {result.status}")
-    facts = facts_of(recipe)
-    curve = curve or Curve(launches[-1].row, facts, result.entropies, [], {})
+    newest = launches[-1]
+    curve = curve or Curve(newest.row, facts_of(recipe), result.entropies, [], {})
     given = any(launch.initial_weights for launch in launches)
     why_not = curve.why_not(recipe, result.entropies, given)
     runs = curve.repeats if recipe.seed in curve.runs else curve.runs
@@ -82,8 +82,7 @@ def with_run(curve: Curve | None, path: Path) -> Curve:
         raise ValueError(why_not)
     figures = RunFigures(recipe.model.figures[0], records, recipe.steps)
     runs[recipe.seed] = figures.until(recipe.steps)
-    machine = launches[-1].machine
-    by = {key: machine.get(key) for key in ("versions", "git")}
+    by = {key: newest.machine.get(key) for key in ("versions", "git")}
     by |= {"hardware": result.hardware, "precision": result.precision}
     if by not in curve.made_by:
         curve.made_by.append(by)
