@@ -15,6 +15,7 @@ from launch.ranks.interfaces import DEFAULT_PORT, LOOPBACK
 from recipes.problems import ProblemsError
 
 Environ = Mapping[str, str]
+_refused = ProblemsError.of
 
 # Below those from 32768 on, which Linux gives to outgoing connections.
 FIRST_PORT = 15_000
@@ -295,7 +296,3 @@ def _whole(environ: Environ, by: str, names: Sequence[str]) -> list[int]:
 def _port(launch: int | None) -> int:
     """Return a port that another launch on the same machine is unlikely to have."""
     return DEFAULT_PORT if launch is None else FIRST_PORT + launch % PORTS
-
-
-def _refused(key: str, came: str, rule: str, fix: str) -> ProblemsError:
-    return ProblemsError.of(key, came, rule, fix)

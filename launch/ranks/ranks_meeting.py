@@ -15,7 +15,6 @@ import selectors
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import timedelta
@@ -234,7 +233,9 @@ class RanksMeeting(Meeting):
                         messages = self._connections[other].take()
                     except OSError:
                         selector.unregister(event.fileobj)
-                        self._notice_end(other)
+                        end = threading.Timer(SETTLE_S, self._end_after_death, [other])
+                        end.daemon = True
+                        end.start()
                         continue
                     for message in messages:
                         self._receive(other, message)
@@ -255,16 +256,9 @@ class RanksMeeting(Meeting):
                 self._heard[message.key, other] = message.value
             self._changed.notify_all()
 
-    def _notice_end(self, other: int) -> None:
-        """End this rank after the death of another one, unless that one, or this one, ends in order."""
-        if other not in self._left and not self._over:
-            threading.Thread(
-                target=self._end_after_death, args=(other,), daemon=True
-            ).start()
-
     def _end_after_death(self, other: int) -> None:
-        time.sleep(SETTLE_S)
-        if self._over:
+        """End this rank after another one, unless that one, or this one, ends in order."""
+        if self._over or other in self._left:
             return
         if other != 0 or rank() == 1:
             who = self.places.get(other, f"rank {other}")
