@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 from launch.machine import description
@@ -116,12 +115,6 @@ def nvcc_version() -> str | None:
     """Return the version of torch's and DeepSpeed's nvcc, such as 12.6; None: there is none."""
     from torch.utils.cpp_extension import CUDA_HOME
 
-    try:
-        command = [str(Path(CUDA_HOME or "", "bin", "nvcc")), "--version"]
-        said = subprocess.run(
-            command, capture_output=True, text=True, timeout=10
-        ).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    named = re.search(r"release (\d+\.\d+)", said)
+    said = description.output(str(Path(CUDA_HOME or "", "bin", "nvcc")), "--version")
+    named = re.search(r"release (\d+\.\d+)", said or "")
     return named[1] if named else None
