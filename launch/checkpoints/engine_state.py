@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property, partial
 from itertools import chain
+from operator import getitem
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -86,6 +87,8 @@ class EngineState:
         self.engine = engine
         self.grid = grid
         self.zero = engine.optimizer
+        # within DeepSpeed's
+        self.adam: torch.optim.Optimizer = engine.basic_optimizer
         # Every data-parallel rank has the whole state, and each writes a share.
         self.shared = not isinstance(
             self.zero,
@@ -116,12 +119,6 @@ class EngineState:
             return tuple(_whole(*pair) for pair in self._master_weights.pairs)
         every = chain.from_iterable(group["params"] for group in zero.param_groups)
         return tuple(_whole(parameter, parameter) for parameter in every)
-
-    @property
-    def adam(self) -> torch.optim.Optimizer:
-        """The basic optimizer within DeepSpeed's."""
-        basic: torch.optim.Optimizer = self.engine.basic_optimizer
-        return basic
 
     @property
     def adam_steps(self) -> int:
@@ -216,7 +213,9 @@ class EngineState:
         from launch.checkpoints.geometry import share
 
         for fragment in partition.fragments:
-            if not self._writes(fragment.parameter):
+            # a tied copy on a later stage
+            replicated = getattr(fragment.parameter, "ds_pipe_replicated", False)
+            if replicated or not (self.grid.at.tp == 0 or is_cut(fragment.parameter)):
                 continue
             if self.shared:
                 skipped, count = share(fragment.elements, self.grid.at.dp, self.grid.dp)
@@ -359,13 +358,6 @@ class EngineState:
         scaler = self.zero.loss_scaler
         return scaler if scaler.dynamic else None
 
-    def _writes(self, parameter: torch.nn.Parameter) -> bool:
-        """Check that this rank writes the parameter, not another tensor-parallel rank or pipeline stage."""
-        # a tied copy on a later stage
-        if getattr(parameter, "ds_pipe_replicated", False):
-            return False
-        return self.grid.at.tp == 0 or is_cut(parameter)
-
     def _sub_group(self, zero: DeepSpeedZeroOptimizer_Stage3, number: int) -> Partition:
         swapped = zero._swappable_optimizer_subgroup(number)
         fragments = []
@@ -382,11 +374,7 @@ class EngineState:
             if swapped:
                 zero._optimizer_states_and_gradient_swap_out(number)
 
-        masters: list[torch.Tensor] = zero.fp32_partitioned_groups_flat
-
-        def master() -> torch.Tensor:
-            return masters[number]
-
+        master = partial(getitem, zero.fp32_partitioned_groups_flat, number)
         if not swapped:
             return Partition(tuple(fragments), master, write_back=write_back)
         read_in = partial(zero._optimizer_states_and_gradient_swap_in, number)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -140,13 +141,14 @@ class Muon(torch.optim.AdamW):
         """Give the matrices of these buffers to the ranks of this pipeline stage, in rounds. Collective."""
         located = {}
         for number, master in enumerate(masters):
-            for parameter, _, offset, elements in self._fragments[id(master)]:
-                located[id(parameter)] = (number, offset, elements)
+            for piece in self._fragments[id(master)]:
+                located[id(piece.parameter)] = (number, piece)
         matrices = []
         for parameter in self.matrices:
-            place = located.get(id(parameter), (0, 0, 0))
-            matrices.append(_Matrix(parameter, self.heads, *place))
-        counts = [matrix.elements for matrix in matrices]
+            nothing_here = (0, Fragment(parameter, 0, 0, 0))
+            place = located.get(id(parameter), nothing_here)
+            matrices.append(_Matrix(self.heads, *place))
+        counts = [matrix.piece.elements for matrix in matrices]
         own = torch.tensor(counts, device=masters[0].device)
         table = [own]
         if self.grid.dp > 1:
@@ -210,18 +212,11 @@ def _local_shape(parameter: torch.nn.Parameter) -> torch.Size:
 class _Matrix:
     """A hidden matrix, and this data-parallel rank's piece of its tensor-parallel slice."""
 
-    def __init__(
-        self,
-        parameter: torch.nn.Parameter,
-        heads: int,
-        buffer: int,
-        offset: int,
-        elements: int,
-    ) -> None:
-        """`buffer`, `offset`, `elements`: where the piece lies among the master weights."""
+    def __init__(self, heads: int, buffer: int, piece: Fragment) -> None:
+        """`buffer`: the number of that one of the master weights in which the piece lies."""
         self.buffer = buffer
-        self.offset = offset
-        self.elements = elements
+        self.piece = piece
+        parameter = piece.parameter
         self.local_shape = _local_shape(parameter)
         self.local_size = math.prod(self.local_shape)
         shard = shard_of(parameter)
@@ -246,8 +241,7 @@ class _Matrix:
 
     def within(self, buffers: Sequence[Tensor]) -> Tensor:
         """Return this rank's piece, flat."""
-        flat = buffers[self.buffer].view(-1)
-        return flat[self.offset : self.offset + self.elements]
+        return self.piece.within(buffers[self.buffer])
 
     def joined(self, slices: Sequence[Tensor]) -> Tensor:
         """Return the whole matrix of the flat slices of all tensor-parallel ranks."""
@@ -357,33 +351,30 @@ def in_rounds(loads: Tensor, most: int) -> list[list[int]]:
     return rounds
 
 
+@dataclass
 class _Exchange:
-    """Tensors whose flat pieces lie on the ranks of a group, brought to one rank each, and back."""
+    """Tensors whose flat pieces lie on the ranks of a group, brought to one rank each, and back.
 
-    def __init__(
-        self,
-        group: Group,
-        owners: Sequence[int],
-        held: Tensor,
-        whole: Tensor,
-        nothing: Tensor,
-    ) -> None:
-        """Take note of the pieces.
+    Attributes:
+        owners: the rank that gets each tensor.
+        held: elements of each tensor on each rank (ranks, tensors), in whose order they follow each other.
+        whole: whether the owner of each tensor holds all of it already, as other ranks may, too.
+        nothing: an empty tensor of their type and device.
+    """
 
-        Args:
-            owners: the rank that gets each tensor.
-            held: elements of each tensor on each rank (ranks, tensors), in whose order they follow each other.
-            whole: whether the owner of each tensor holds all of it already, as other ranks may, too.
-            nothing: an empty tensor of their type and device.
-        """
-        self.group = group
-        self.rank = 0 if group is None else dist.get_rank(group)
-        self.owners = owners
-        self.held = held
-        self.nothing = nothing
-        self.own = [item for item, owner in enumerate(owners) if owner == self.rank]
-        elsewhere = torch.arange(len(held))[:, None] != torch.tensor(owners)
-        self.sent = held.masked_fill(whole & elsewhere, 0)
+    group: Group
+    owners: Sequence[int]
+    held: Tensor
+    whole: Tensor
+    nothing: Tensor
+
+    def __post_init__(self) -> None:
+        self.rank = 0 if self.group is None else dist.get_rank(self.group)
+        every = enumerate(self.owners)
+        self.own = [item for item, owner in every if owner == self.rank]
+        ranks = torch.arange(len(self.held))[:, None]
+        elsewhere = ranks != torch.tensor(self.owners)
+        self.sent = self.held.masked_fill(self.whole & elsewhere, 0)
 
     def collect(self, pieces: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
         """Return all pieces of this rank's tensors, given its piece of every tensor. Collective."""

@@ -122,14 +122,13 @@ def shorten_step(engine: DeepSpeedEngine) -> str | None:
 class _Partitions:
     """This rank's flat fp32 partition of each group of parameters, and where gradients lie in it."""
 
+    dp_process_group: dist.ProcessGroup
+
     def find_places(
-        self,
-        groups: Sequence[Sequence[torch.nn.Parameter]],
-        dp_group: dist.ProcessGroup,
-        tensor_rank: int,
+        self, groups: Sequence[Sequence[torch.nn.Parameter]], tensor_rank: int
     ) -> None:
         """Find the place of each gradient, once the optimizer is built."""
-        self._alone = dist.get_world_size(dp_group) == 1
+        self._alone = dist.get_world_size(self.dp_process_group) == 1
         self._places = []
         # Runs of neighbouring places of each group: those that count in the norm, and the others.
         self._runs: list[tuple[Runs, Runs]] = []
@@ -139,15 +138,15 @@ class _Partitions:
             self._runs.append(_find_runs(places.values(), tensor_rank))
 
     def norm_over_ranks(
-        self, gradients: Sequence[torch.Tensor], *groups: dist.ProcessGroup | None
+        self, gradients: Sequence[torch.Tensor], tensor_group: dist.ProcessGroup | None
     ) -> torch.Tensor:
-        """Return the L2 norm of the whole model's gradient, which lies on the ranks of some groups."""
+        """Return the L2 norm of the whole model's gradient. Collective."""
         kinds: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         for gradient, both in zip(gradients, self._runs, strict=True):
             for parts, runs in zip(kinds, both, strict=True):
                 parts += [gradient[start:end] for start, end in runs]
         total = sum_of_squares(*kinds)
-        for group in groups:
+        for group in (self.dp_process_group, tensor_group):
             if group is not None and dist.get_world_size(group) > 1:
                 dist.all_reduce(total, group=group)
         return total.sqrt().float()
@@ -186,9 +185,7 @@ class FlatStep(_Partitions, OrderedEnd, DeepSpeedZeroOptimizer):  # type: ignore
     """ZeRO 1 and 2 with one copy of each gradient, one norm, and nothing over a group of one."""
 
     def begin(self) -> None:
-        self.find_places(
-            self.bit16_groups, self.dp_process_group, self.model_parallel_rank
-        )
+        self.find_places(self.bit16_groups, self.model_parallel_rank)
         self._taken: set[torch.nn.Parameter] = set()  # with a gradient in this step
 
     def _use_compact_grad_partition_buffer(self, group_idx: int) -> bool:
@@ -244,8 +241,8 @@ class FlatStep(_Partitions, OrderedEnd, DeepSpeedZeroOptimizer):  # type: ignore
             self._complete(group)
             gradients.append(self._gradient(group))
         scale = self.loss_scale
-        groups = (self.dp_process_group, self.model_parallel_group)
-        scaled_norm = self.norm_over_ranks(gradients, *groups).item()  # waits
+        norm = self.norm_over_ranks(gradients, self.model_parallel_group)
+        scaled_norm = norm.item()  # waits
         self.overflow = not math.isfinite(scaled_norm) and (
             self.dtype != torch.bfloat16 or self.check_grad_overflow
         )
@@ -308,7 +305,7 @@ class SummedStep(_Partitions, BF16_Optimizer):  # type: ignore[misc]
     def begin(self, engine: DeepSpeedEngine) -> None:
         """Take the reduction of the sums from the engine."""
         tensor_rank = bwc_tensor_model_parallel_rank(mpu=self.mpu)
-        self.find_places(self.bf16_groups, self.dp_process_group, tensor_rank)
+        self.find_places(self.bf16_groups, tensor_rank)
         self._reduces_here = engine.communication_data_type == torch.float32
         if self._alone or self._reduces_here:
             engine.buffered_allreduce_fallback = self.reduce_sums
@@ -374,7 +371,7 @@ class SummedStep(_Partitions, BF16_Optimizer):  # type: ignore[misc]
         ranks = dist.get_world_size(self.dp_process_group) if self._reduces_here else 1
         tensor_group = None if self.mpu is None else self.mpu.get_model_parallel_group()
         # of the sum; waits
-        norm = self.norm_over_ranks(sums, self.dp_process_group, tensor_group).item()
+        norm = self.norm_over_ranks(sums, tensor_group).item()
         self.overflow = not math.isfinite(norm)
         self._global_grad_norm = math.inf if self.overflow else norm / ranks
         if not self.overflow:

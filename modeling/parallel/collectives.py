@@ -40,9 +40,9 @@ def wait_for(begun: Tensor) -> Tensor:
     return _ops.wait_tensor(begun)  # type: ignore[no-any-return]
 
 
-def _sum_of_copy(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum of `x` over the ranks and leave `x` as it is."""
-    return wait_for(_ops.all_reduce(x.contiguous(), "sum", group.group_name))
+def reduced(x: Tensor, operation: str, group: dist.ProcessGroup) -> Tensor:
+    """Return the "sum" or "max" of `x` over the ranks and leave `x` as it is."""
+    return wait_for(_ops.all_reduce(x.contiguous(), operation, group.group_name))
 
 
 def begin_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -90,7 +90,7 @@ def own_rows(tokens: Tensor, first: int, rows: int) -> tuple[Tensor, Tensor]:
 class _G(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return _sum_of_copy(x, group)
+        return reduced(x, "sum", group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
