@@ -14,10 +14,9 @@ fragments map parts of parameters to places in the buffer. No other module knows
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property, partial
-from itertools import chain
-from operator import getitem
+from itertools import chain, starmap
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,16 +26,16 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import Tensor
+from torch.nn import Parameter
 
 from launch.checkpoints.names import MOMENTS, WEIGHT, Kind
 from launch.deepspeed_fixes.short_steps import Fragment, fragments_of
-from modeling.cost.parameter_count import is_hidden_matrix
 from modeling.initialization import canonical_name, shard_of
 from modeling.parallel.process_grid import ProcessGrid
 
 if TYPE_CHECKING:
     from launch.checkpoints.manifest import Progress, ScalerState
-    from launch.deepspeed_fixes.zero0 import MasterWeights
 
 ROUNDED = "rounded"  # the kind of low-precision weights
 # elements; smaller tensors are listed together, to be added up by one kernel
@@ -56,7 +55,7 @@ class Partition:
     """
 
     fragments: tuple[Fragment, ...]
-    master: Callable[[], torch.Tensor]
+    master: Callable[[], Tensor]
     open: Callable[[], None] = lambda: None
     close: Callable[[], None] = lambda: None
     write_back: Callable[[], None] = lambda: None
@@ -75,7 +74,7 @@ class Buffer:
     """
 
     kind: str
-    tensors: tuple[torch.Tensor, ...]
+    tensors: tuple[Tensor, ...]
     fragments: tuple[Fragment, ...]
     copied: str = ""
 
@@ -94,12 +93,10 @@ class EngineState:
             self.zero,
             (DeepSpeedZeroOptimizer, BF16_Optimizer, DeepSpeedZeroOptimizer_Stage3),
         )
-        self._master_weights: MasterWeights | None = None  # of stage 0 in fp16 and bf16
-        if self.shared:
-            from launch.deepspeed_fixes.zero0 import MasterWeights
-
-            if isinstance(self.zero, MasterWeights):
-                self._master_weights = self.zero
+        # the weights and master weights of stage 0 in fp16 and bf16
+        self._pairs: list[tuple[Parameter, Tensor]] | None = getattr(
+            self.zero, "pairs", None
+        )
         self._open_partition: Partition | None = None
 
     @cached_property
@@ -115,10 +112,11 @@ class EngineState:
         if isinstance(zero, BF16_Optimizer):
             masters = zero.fp32_groups_flat_partition
             return tuple(map(_flat_group, zero.bf16_groups, masters))
-        if self._master_weights is not None:
-            return tuple(_whole(*pair) for pair in self._master_weights.pairs)
-        every = chain.from_iterable(group["params"] for group in zero.param_groups)
-        return tuple(_whole(parameter, parameter) for parameter in every)
+        pairs = self._pairs
+        if pairs is None:
+            every = chain.from_iterable(group["params"] for group in zero.param_groups)
+            pairs = [(parameter, parameter) for parameter in every]
+        return tuple(starmap(_whole, pairs))
 
     @property
     def adam_steps(self) -> int:
@@ -174,7 +172,7 @@ class EngineState:
                 WEIGHT: master,
                 **self.adam.state.get(master, {}),
             }.items():
-                if isinstance(numbers, torch.Tensor) and numbers.shape == master.shape:
+                if isinstance(numbers, Tensor) and numbers.shape == master.shape:
                     yield Buffer(kind, (numbers,), fragments, copied)
                     yield from self._held_twice(kind, numbers, fragments)
         yield from self._rounded()
@@ -190,8 +188,8 @@ class EngineState:
                     yield Buffer(ROUNDED, (flat,), partition.fragments)
             for parameter in zero.persistent_parameters:
                 yield _whole_buffer(ROUNDED, parameter, parameter, "dp")
-        elif self._master_weights is not None:
-            for parameter, _ in self._master_weights.pairs:
+        elif self._pairs is not None:
+            for parameter, _ in self._pairs:
                 yield _whole_buffer(ROUNDED, parameter, parameter, "dp")
         elif isinstance(zero, DeepSpeedZeroOptimizer):
             yield from map(_flat_buffer, zero.bit16_groups, zero.bit16_groups_flat)
@@ -199,7 +197,7 @@ class EngineState:
             yield from map(_flat_buffer, zero.bf16_groups, zero.bf16_groups_flat)
 
     def _held_twice(
-        self, kind: str, numbers: torch.Tensor, fragments: Iterable[Fragment]
+        self, kind: str, numbers: Tensor, fragments: Iterable[Fragment]
     ) -> Iterator[Buffer]:
         """Yield what all tensor-parallel ranks hold of a partition."""
         for fragment in fragments:
@@ -227,12 +225,9 @@ class EngineState:
 
     def held(self, partition: Partition, kinds: Iterable[Kind]) -> list[Kind]:
         """Return those of `kinds` that a partition has: Muon's matrices have one moment."""
-        if partition.fragments and hasattr(self.adam, "matrices"):
-            parameter = partition.fragments[0].parameter
-            # ZeRO-3 leaves an empty tensor behind.
-            shape = getattr(parameter, "ds_shape", parameter.shape)
-            if is_hidden_matrix(canonical_name(parameter), len(shape)):
-                return [kind for kind in kinds if kind != MOMENTS[1]]
+        matrices = map(id, getattr(self.adam, "matrices", ()))
+        if partition.fragments and id(partition.fragments[0].parameter) in matrices:
+            return [kind for kind in kinds if kind != MOMENTS[1]]
         return list(kinds)
 
     def dtype(self, partition: Partition, kind: str) -> torch.dtype:
@@ -244,7 +239,7 @@ class EngineState:
         )
         return next(every, torch.float32)
 
-    def read(self, partition: Partition, fragment: Fragment, kind: str) -> torch.Tensor:
+    def read(self, partition: Partition, fragment: Fragment, kind: str) -> Tensor:
         """Read a fragment's flat elements of master weights or a moment.
 
         They are valid while the partition is open: until `close`, or a `read` of another one. Raises KeyError
@@ -301,7 +296,7 @@ class EngineState:
         master = partition.master()
         adam = self.adam
         dtype = master.dtype
-        step: int | torch.Tensor = steps
+        step: int | Tensor = steps
         if isinstance(adam, DeepSpeedCPUAdam):
             dtype = torch.float32 if adam.fp32_optimizer_states else master.dtype
         elif isinstance(adam, torch.optim.AdamW):
@@ -329,8 +324,8 @@ class EngineState:
             zero._hp_optimizer_states_linked = False  # to the states that were replaced
         elif isinstance(zero, DeepSpeedZeroOptimizer_Stage3):
             zero.invalidate_secondary_tensor()
-        elif self._master_weights is not None:
-            self._master_weights.round_weights()
+        elif self._pairs is not None:
+            zero.round_weights()
         if isinstance(self.adam, DeepSpeedCPUAdam):
             from launch.deepspeed_fixes.cpu_adam_bias_correction import (
                 replay_bias_correction,
@@ -374,35 +369,36 @@ class EngineState:
             if swapped:
                 zero._optimizer_states_and_gradient_swap_out(number)
 
-        master = partial(getitem, zero.fp32_partitioned_groups_flat, number)
+        masters: list[Tensor] = zero.fp32_partitioned_groups_flat
+        held = Partition(
+            tuple(fragments), lambda: masters[number], write_back=write_back
+        )
         if not swapped:
-            return Partition(tuple(fragments), master, write_back=write_back)
+            return held
         read_in = partial(zero._optimizer_states_and_gradient_swap_in, number)
         release = partial(zero._release_swap_buffers, number)
-        return Partition(tuple(fragments), master, read_in, release, write_back, True)
+        return replace(held, open=read_in, close=release, swapped=True)
 
 
-def _flat_group(
-    parameters: list[torch.nn.Parameter], master: torch.Tensor
-) -> Partition:
+def _flat_group(parameters: list[Parameter], master: Tensor) -> Partition:
     """Describe this rank's part of a group's flat master weights under ZeRO 1 and 2."""
     return Partition(tuple(fragments_of(parameters)), lambda: master)
 
 
-def is_cut(parameter: torch.nn.Parameter) -> bool:
+def is_cut(parameter: Parameter) -> bool:
     """Check whether tensor-parallel ranks hold different slices of a parameter."""
     shard = shard_of(parameter)
     return shard is not None and shard.size > 1
 
 
 def _whole_buffer(
-    kind: str, parameter: torch.nn.Parameter, numbers: torch.Tensor, copied: str
+    kind: str, parameter: Parameter, numbers: Tensor, copied: str
 ) -> Buffer:
     elements = getattr(parameter, "ds_numel", numbers.numel())
     return Buffer(kind, (numbers,), (Fragment(parameter, 0, 0, elements),), copied)
 
 
-def _flat_buffer(group: list[torch.nn.Parameter], flat: torch.Tensor) -> Buffer:
+def _flat_buffer(group: list[Parameter], flat: Tensor) -> Buffer:
     """Describe the low-precision weights of a group of parameters, which are views of a flat tensor."""
     fragments = []
     for parameter in group:
@@ -413,7 +409,7 @@ def _flat_buffer(group: list[torch.nn.Parameter], flat: torch.Tensor) -> Buffer:
 
 def _joined(buffers: list[Buffer]) -> Buffer:
     """Join buffers of one tensor each."""
-    tensors: list[torch.Tensor] = []
+    tensors: list[Tensor] = []
     fragments: list[Fragment] = []
     start = 0
     for buffer in buffers:
@@ -425,6 +421,6 @@ def _joined(buffers: list[Buffer]) -> Buffer:
     return Buffer(buffers[0].kind, tuple(tensors), tuple(fragments), buffers[0].copied)
 
 
-def _whole(parameter: torch.nn.Parameter, master: torch.Tensor) -> Partition:
+def _whole(parameter: Parameter, master: Tensor) -> Partition:
     fragment = Fragment(parameter, 0, 0, parameter.numel())
     return Partition((fragment,), lambda: master)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from launch.checkpoints.manifest import StoredFile
 from recipes import files
@@ -40,8 +41,8 @@ class TensorEntry:
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    read: Callable[[], torch.Tensor]
-    seen: Callable[[torch.Tensor], None] = lambda numbers: None
+    read: Callable[[], Tensor]
+    seen: Callable[[Tensor], None] = lambda numbers: None
 
     @property
     def bytes(self) -> int:
@@ -97,12 +98,12 @@ class Reader:
         """Close the file until it is read again."""
         self._file.close()
 
-    def whole(self, name: str) -> torch.Tensor:
+    def whole(self, name: str) -> Tensor:
         """Read a tensor in its shape."""
         shape = torch.Size(self.tensors[name].shape)
         return self.elements(name, 0, shape.numel()).view(shape)
 
-    def elements(self, name: str, first: int, count: int) -> torch.Tensor:
+    def elements(self, name: str, first: int, count: int) -> Tensor:
         """Read elements [first, first + count) of a tensor, flat."""
         stored = self.tensors.get(name)
         if stored is None or stored.dtype not in DTYPES:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.utils import is_model_parallel_parameter
+from torch import Tensor
 
 from launch.deepspeed_fixes.norms import squared_norm
 from modeling.parallel.process_grid import ProcessGrid
@@ -52,8 +53,8 @@ class Adam(torch.optim.AdamW):
                     parameter.addcdiv_(first, root, value=-group["lr"])
 
     def _moments(
-        self, parameter: torch.Tensor, group: dict[str, Any]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, parameter: Tensor, group: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
         """Bring the moments up to date; return the first, and the root of the second with eps."""
         state = self.state[parameter]
         beta1, beta2 = group["betas"]
@@ -117,15 +118,13 @@ class Lamb(Adam):
         ):
             parameter.addcmul_(direction, (lr * ratio).to(parameter.dtype), value=-1)
 
-    def _direction(
-        self, parameter: torch.Tensor, group: dict[str, Any]
-    ) -> torch.Tensor:
+    def _direction(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
         first, root = self._moments(parameter, group)
         return first.div_(root).add_(parameter, alpha=group["weight_decay"])
 
     def _trust_ratios(
-        self, updates: list[tuple[torch.Tensor, torch.Tensor, float, bool]]
-    ) -> torch.Tensor:
+        self, updates: list[tuple[Tensor, Tensor, float, bool]]
+    ) -> Tensor:
         """Return |weights| / |direction| of every parameter; 1 if either is 0. Collective."""
         # Duplicated parameters are equal on all tensor-parallel ranks and count once.
         first = self.grid.get_model_parallel_rank() == 0

@@ -64,10 +64,10 @@ class LayoutCase:
 
 def _case(name: str, ds_config: str, **other: Any) -> LayoutCase:
     """Make the case of a layout by its name, which has the degrees above 1: tp2, pp2, dp2."""
-    degrees = {"tp": 1, "pp": 1, "dp": 1}
-    for kind, degree in re.findall(r"\b(tp|pp|dp)(\d)", name):
-        degrees[kind] = int(degree)
-    return LayoutCase(name, **degrees, ds_config=ds_config, **other)
+    for kind in ("tp", "pp", "dp"):
+        degree = re.search(rf"\b{kind}(\d)", name)
+        other[kind] = int(degree[1]) if degree else 1
+    return LayoutCase(name, ds_config=ds_config, **other)
 
 
 REFERENCE = _case("one process", "zero0")

@@ -55,6 +55,8 @@ BERT_ALONE = ("lm_head.", "pooler.", "binary_head.", "embedding.tokentype_embedd
 # padding rows that are accepted in any case: 128 x 8 slices is common
 SMALLEST_PADDING = 1024
 
+Stated = Mapping[str, Any]  # values in a file, by their keys
+
 
 class Slices(NamedTuple):
     """The tensor ranks' slices of one tensor; `dim`: dimension of the cut, None: each rank has all of it."""
@@ -94,7 +96,7 @@ class MegatronCheckpoint:
     """
 
     where: Path
-    arguments: Mapping[str, Any]
+    arguments: Stated
     version: float
     slices: int
     tensors: Mapping[str, Slices] = field(repr=False)
@@ -227,10 +229,7 @@ def open_checkpoint(directory: str | Path) -> MegatronCheckpoint:
 
 
 def of_universal(
-    where: Path,
-    stated: Mapping[str, Any],
-    parameters: Mapping[str, Tensor],
-    sliced: bool,
+    where: Path, stated: Stated, parameters: Mapping[str, Tensor], sliced: bool
 ) -> MegatronCheckpoint:
     """Return the checkpoint of DeepSpeed with these tensors, whose slices are joined. Raises FileError.
 
@@ -274,7 +273,7 @@ def _has_attention(names: Iterable[object]) -> bool:
     return any(".query_key_value." in str(name) for name in names)
 
 
-def _arguments(where: Path, stated: Mapping[str, Any]) -> dict[str, Any]:
+def _arguments(where: Path, stated: Stated) -> dict[str, Any]:
     """Return the stored arguments, UNREAD instead of values that are not plain."""
     stored = stated.get("args")
     arguments = stored if isinstance(stored, dict) else getattr(stored, "__dict__", {})
@@ -289,7 +288,7 @@ def _arguments(where: Path, stated: Mapping[str, Any]) -> dict[str, Any]:
     return read
 
 
-def _version(file: Path, stated: Mapping[str, Any]) -> float:
+def _version(file: Path, stated: Stated) -> float:
     """Return the checkpoint's version, by the order of QKV's rows. Raises FileError."""
     version = stated.get("checkpoint_version", 0)
     if _is_neox(stated):
@@ -305,7 +304,7 @@ def _version(file: Path, stated: Mapping[str, Any]) -> float:
     return float(version)
 
 
-def _is_neox(stated: Mapping[str, Any]) -> bool:
+def _is_neox(stated: Stated) -> bool:
     stored = stated.get("args")
     return isinstance(stored, dict) and stored.keys() >= NEOX_ARGUMENTS
 
@@ -332,7 +331,7 @@ def _neox_settings(where: Path) -> dict[str, Any]:
 
 
 def _stages(
-    files: Files, contents: Mapping[Path, Mapping[str, Any]]
+    files: Files, contents: Mapping[Path, Stated]
 ) -> Iterator[tuple[str, Sequence[Mapping[str, Tensor]]]]:
     """Yield (name, tensors of each slice by stored names) of each stage, in the model's order."""
     if files.by_layer:
@@ -358,7 +357,7 @@ def _prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
 
 
-def _chunks(content: Mapping[str, Any]) -> list[Any]:
+def _chunks(content: Stated) -> list[Any]:
     numbered = sorted(
         (int(m[1]), key) for key in content if (m := CHUNK.fullmatch(str(key)))
     )
@@ -427,7 +426,7 @@ def _take(
     return layers
 
 
-def _stated_ranks(arguments: Mapping[str, Any], kind: str) -> int | None:
+def _stated_ranks(arguments: Stated, kind: str) -> int | None:
     """Return the number of tensor- or pipeline-parallel ranks by the arguments; None: they do not say it."""
     stated = arguments.get(f"{kind}_model_parallel_size")
     if kind == "tensor" and stated is None:
@@ -437,7 +436,7 @@ def _stated_ranks(arguments: Mapping[str, Any], kind: str) -> int | None:
 
 def _missing(
     files: Files,
-    arguments: Mapping[str, Any],
+    arguments: Stated,
     layers: Collection[Path],
     tensors: Mapping[str, Slices],
 ) -> Iterator[Problem]:
