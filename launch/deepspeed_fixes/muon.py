@@ -38,6 +38,7 @@ CUBIC = -4.7750
 QUINTIC = 2.0315
 ITERATIONS = 5
 LEAST_NORM = 1e-7
+Tensors = Sequence[Tensor]
 QKV = ".attention.qkv.weight"  # rows in the order (head, q/k/v, D)
 
 
@@ -137,7 +138,7 @@ class Muon(torch.optim.AdamW):
         average = state["exp_avg"].lerp_(gradient, 1 - momentum)
         return gradient.lerp_(average, momentum)
 
-    def _divide(self, masters: Sequence[Tensor]) -> list[_Division]:
+    def _divide(self, masters: Tensors) -> list[_Division]:
         """Give the matrices of these buffers to the ranks of this pipeline stage, in rounds. Collective."""
         located = {}
         for number, master in enumerate(masters):
@@ -239,16 +240,16 @@ class _Matrix:
         small, large = sorted(self.parts)
         return (3 if self.heads else 1) * small**2 * (2 * large + small)
 
-    def within(self, buffers: Sequence[Tensor]) -> Tensor:
+    def within(self, buffers: Tensors) -> Tensor:
         """Return this rank's piece, flat."""
         return self.piece.within(buffers[self.buffer])
 
-    def joined(self, slices: Sequence[Tensor]) -> Tensor:
+    def joined(self, slices: Tensors) -> Tensor:
         """Return the whole matrix of the flat slices of all tensor-parallel ranks."""
         views = [each.view(self.local_shape) for each in slices if each.numel()]
         return views[0] if len(views) == 1 else torch.cat(views, dim=self.cut or 0)
 
-    def slices(self, matrix: Tensor, ranks: int) -> Sequence[Tensor]:
+    def slices(self, matrix: Tensor, ranks: int) -> Tensors:
         """Return the slice of each tensor-parallel rank."""
         return [matrix] * ranks if self.cut is None else matrix.chunk(ranks, self.cut)
 
@@ -296,12 +297,12 @@ class _Division:
             grid.tensor_group, of_tensor, slices, whole, nothing
         )
 
-    def orthogonalised(self, buffers: Sequence[Tensor]) -> list[Tensor]:
+    def orthogonalised(self, buffers: Tensors) -> list[Tensor]:
         """Return this rank's pieces of the orthogonalised matrices in flat `buffers`. Collective."""
         updates = self._updates(buffers)
         slices = self.over_tensor.give_back(updates)
         del updates
-        pieces: list[Sequence[Tensor]] = []
+        pieces: list[Tensors] = []
         for number, slice_ in zip(self.over_data.own, slices, strict=True):
             counts = self.over_data.held[:, number].tolist()
             # Under ZeRO-0 every rank holds the whole slice.
@@ -309,7 +310,7 @@ class _Division:
             pieces.append([slice_] * len(counts) if copied else slice_.split(counts))
         return self.over_data.give_back(pieces)
 
-    def _updates(self, buffers: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+    def _updates(self, buffers: Tensors) -> list[Tensors]:
         """Return the slices of the matrices that this rank orthogonalises. Collective."""
         dtype = self.over_data.nothing.dtype
         collected = self.over_data.collect(
@@ -376,7 +377,7 @@ class _Exchange:
         elsewhere = ranks != torch.tensor(self.owners)
         self.sent = self.held.masked_fill(self.whole & elsewhere, 0)
 
-    def collect(self, pieces: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+    def collect(self, pieces: Tensors) -> list[tuple[Tensor, ...]]:
         """Return all pieces of this rank's tensors, given its piece of every tensor. Collective."""
         outgoing: list[list[Tensor]] = [[] for _ in self.held]
         counts = self.sent[self.rank].tolist()
@@ -385,7 +386,7 @@ class _Exchange:
         expected = self.sent[:, self.own].tolist()
         return list(zip(*self._swapped(outgoing, expected), strict=True))
 
-    def give_back(self, tensors: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    def give_back(self, tensors: Sequence[Tensors]) -> list[Tensor]:
         """Return this rank's piece of every tensor, given all pieces of its own tensors. Collective."""
         outgoing: list[list[Tensor]] = [[] for _ in self.held]
         for pieces in tensors:

@@ -32,6 +32,7 @@ from launch.ranks.processes import TIMEOUT, rank, world_size
 from recipes.problems import ProblemsError
 
 T = TypeVar("T")
+Source = tuple[str, int]  # of a value: the name of its exchange, and the rank
 SAY_AFTER_S = 20.0  # that others are awaited
 MAKING = timedelta(days=2)  # the longest work of rank 0 in `once`
 # before a death is reported: meanwhile this rank may notice it, or a launcher end this rank
@@ -68,8 +69,8 @@ class RanksMeeting(Meeting):
         self._exchanges = 0
         self._handed = 0
         self._connections: dict[int, Connection] = {}
-        # by name of the exchange, and rank
-        self._heard: dict[tuple[str, int], Any] = {}
+
+        self._heard: dict[Source, Any] = {}
         self._left: set[int] = set()  # ranks that end in order
         self._over = False
         self._changed = threading.Condition()
@@ -173,12 +174,10 @@ class RanksMeeting(Meeting):
             with contextlib.suppress(OSError):
                 self._connections[other].send(text)
 
-    def _hear(
-        self, wanted: list[tuple[str, int]], patience: timedelta
-    ) -> tuple[tuple[str, int], Any]:
+    def _hear(self, wanted: list[Source], patience: timedelta) -> tuple[Source, Any]:
         """Wait for the first of the values, of an exchange from a rank. Raises ProblemsError: none came."""
 
-        def arrived() -> list[tuple[str, int]]:
+        def arrived() -> list[Source]:
             return [each for each in wanted if each in self._heard]
 
         self._wait(lambda: bool(arrived()), patience.total_seconds())

@@ -56,6 +56,7 @@ BERT_ALONE = ("lm_head.", "pooler.", "binary_head.", "embedding.tokentype_embedd
 SMALLEST_PADDING = 1024
 
 Stated = Mapping[str, Any]  # values in a file, by their keys
+Tensors = Mapping[str, Tensor]  # by their names
 
 
 class Slices(NamedTuple):
@@ -229,7 +230,7 @@ def open_checkpoint(directory: str | Path) -> MegatronCheckpoint:
 
 
 def of_universal(
-    where: Path, stated: Stated, parameters: Mapping[str, Tensor], sliced: bool
+    where: Path, stated: Stated, parameters: Tensors, sliced: bool
 ) -> MegatronCheckpoint:
     """Return the checkpoint of DeepSpeed with these tensors, whose slices are joined. Raises FileError.
 
@@ -332,7 +333,7 @@ def _neox_settings(where: Path) -> dict[str, Any]:
 
 def _stages(
     files: Files, contents: Mapping[Path, Stated]
-) -> Iterator[tuple[str, Sequence[Mapping[str, Tensor]]]]:
+) -> Iterator[tuple[str, Sequence[Tensors]]]:
     """Yield (name, tensors of each slice by stored names) of each stage, in the model's order."""
     if files.by_layer:
         for stage in files.stages:
@@ -353,7 +354,7 @@ def _stages(
             yield name, slices
 
 
-def _prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _prefixed(prefix: str, tensors: Tensors) -> dict[str, Tensor]:
     return {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
 
 
@@ -365,7 +366,7 @@ def _chunks(content: Stated) -> list[Any]:
     return [content[key] for key in named] or [{}]
 
 
-def _layer_prefix(tensors: Mapping[str, Tensor], called: str) -> str:
+def _layer_prefix(tensors: Tensors, called: str) -> str:
     """Return the prefix for a layer of DeepSpeed's pipeline; its own names do not tell the layer."""
     if any(name.startswith("word_embeddings.") for name in tensors):
         return "embedding."
@@ -389,7 +390,7 @@ def _flat(state: Any) -> dict[str, Tensor]:
 
 def _take(
     called: str,
-    slices: Sequence[Mapping[str, Tensor]],
+    slices: Sequence[Tensors],
     offset: int,
     tensors: dict[str, Slices],
     copies: dict[tuple[str, str], Slices],
