@@ -155,8 +155,7 @@ def _sums_said(by_rank: Mapping[int, ProofDifference]) -> str:
     """Say the sums of a tensor, of the first rank that found it, and where all ranks found it."""
     pieces = []
     for rank, difference in by_rank.items():
-        for piece in difference.pieces:
-            pieces.append(f"rank {rank}: {piece}")
+        pieces += [f"rank {rank}: {piece}" for piece in difference.pieces]
     which = some(pieces, SHOWN)
     if not pieces:
         ranks = some([str(rank) for rank in by_rank], SHOWN)

@@ -17,7 +17,7 @@ from launch.checkpoints.geometry import Copy, Cut, copies, rectangles
 from launch.checkpoints.names import WEIGHT
 from launch.checkpoints.tensor_file import DTYPES, Reader
 from modeling.initialization import Shard, canonical_name, padded_slice, shard_of
-from recipes import files
+from recipes.files import refuse
 from recipes.schema import Recipe
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class StoredTensors(Mapping[str, Tensor]):
         """
         stored = self.manifest.tensors.get(place.name)
         if stored is None:
-            files.refuse(self.directory, f"holds no {place.name}", "the model has it")
+            refuse(self.directory, f"holds no {place.name}", "the model has it")
         full = None
         shape = stored.shape
         if stored.form != place.form:
@@ -131,14 +131,16 @@ class StoredTensors(Mapping[str, Tensor]):
                 form, heads = self._forms[place.name]
                 (full,) = form.to_theirs(full, heads)
             shape = tuple(full.shape)
-        if _has_grown(place, shape):
+        same_width = place.cut is None and place.shape[1:] == shape[1:]
+        # a table of positions with more rows than are stored
+        if same_width and "position" in place.name and place.shape[0] > shape[0]:
             known = math.prod(shape) - first
             if known <= 0:
                 return
             target = target[:known]
             place = place._replace(shape=shape)
         if shape != place.shape:
-            files.refuse(
+            refuse(
                 self.directory,
                 f"{place.name} has shape {list(shape)}",
                 f"the model's has {list(place.shape)}",
@@ -196,12 +198,6 @@ class StoredTensors(Mapping[str, Tensor]):
 
         model = Recipe.model_validate(self.manifest.recipe).model
         return {e.ours: (e.form, model.heads) for e in gpt2.name_map(model)}
-
-
-def _has_grown(place: TensorPlacement, stored: tuple[int, ...]) -> bool:
-    """Check for a table of positions with more rows than are stored."""
-    same_width = place.cut is None and place.shape[1:] == stored[1:]
-    return same_width and "position" in place.name and place.shape[0] > stored[0]
 
 
 def load_weights(directory: Path, kind: str = WEIGHT) -> dict[str, Tensor]:

@@ -27,7 +27,7 @@ Releases before 0.19.8 have other methods in ZeRO's optimizers, and keep them (`
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -132,12 +132,17 @@ class _Partitions:
         """Find the place of each gradient, once the optimizer is built."""
         self._alone = dist.get_world_size(self.dp_process_group) == 1
         self._places = []
-        # Runs of neighbouring places of each group: those that count in the norm, and the others.
-        self._runs: list[tuple[Runs, Runs]] = []
+        self._runs = []
         for group in groups:
             places = {each.parameter: each for each in fragments_of(group)}
             self._places.append(places)
-            self._runs.append(_find_runs(places.values(), tensor_rank))
+            # Of neighbouring places: those that count in the norm, and the others.
+            kinds: tuple[Runs, Runs] = ([], [])
+            for parameter, _, offset, elements in places.values():
+                runs = kinds[not counts_here(parameter, tensor_rank)]
+                start = runs.pop()[0] if runs and runs[-1][1] == offset else offset
+                runs.append((start, offset + elements))
+            self._runs.append(kinds)
 
     def norm_over_ranks(
         self, gradients: Sequence[Tensor], tensor_group: dist.ProcessGroup | None
@@ -152,16 +157,6 @@ class _Partitions:
             if group is not None and dist.get_world_size(group) > 1:
                 dist.all_reduce(total, group=group)
         return total.sqrt().float()
-
-
-def _find_runs(places: Iterable[Fragment], tensor_rank: int) -> tuple[Runs, Runs]:
-    """Return start and end of neighbouring places: those that count in the norm, and the others."""
-    kinds: tuple[Runs, Runs] = ([], [])
-    for parameter, _, offset, elements in places:
-        runs = kinds[not counts_here(parameter, tensor_rank)]
-        start = runs.pop()[0] if runs and runs[-1][1] == offset else offset
-        runs.append((start, offset + elements))
-    return kinds
 
 
 class OrderedEnd:
