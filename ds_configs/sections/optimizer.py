@@ -73,20 +73,12 @@ def check(
             _refuse_keys(
                 keys, f"{_WRITTEN[reader]}'s, not of {_WRITTEN[name]}'s", findings
             )
-    if name == "adamw":
-        _check_adamw(recipe, kind, findings)
-    else:
+    if name != "adamw":
         _check_own(recipe, findings)
-
-
-def _check_adamw(recipe: Recipe, kind: str, findings: Findings) -> None:
-    """Refuse decay that is added to the gradient. `kind`: as the JSON names it."""
+        return
     key = f"{PARAMS}.adam_w_mode"
-    if (
-        findings.stated(key) is False
-        and kind != "adamw"
-        and recipe.optimizer.weight_decay
-    ):
+    coupled = findings.stated(key) is False and kind != "adamw"
+    if coupled and recipe.optimizer.weight_decay:
         findings.refuse(
             key,
             "adds the decay to the gradient, while the recipe's adamw decays weights apart from it",

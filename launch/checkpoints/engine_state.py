@@ -172,9 +172,14 @@ class EngineState:
                 WEIGHT: master,
                 **self.adam.state.get(master, {}),
             }.items():
-                if isinstance(numbers, Tensor) and numbers.shape == master.shape:
-                    yield Buffer(kind, (numbers,), fragments, copied)
-                    yield from self._held_twice(kind, numbers, fragments)
+                if not isinstance(numbers, Tensor) or numbers.shape != master.shape:
+                    continue
+                yield Buffer(kind, (numbers,), fragments, copied)
+                # what all tensor-parallel ranks hold
+                for fragment in fragments if self.grid.tp > 1 else ():
+                    if fragment.elements and not is_cut(fragment.parameter):
+                        part = fragment.within(numbers.detach())
+                        yield _whole_buffer(kind, fragment.parameter, part, "tp")
         yield from self._rounded()
 
     def _rounded(self) -> Iterator[Buffer]:
@@ -195,16 +200,6 @@ class EngineState:
             yield from map(_flat_buffer, zero.bit16_groups, zero.bit16_groups_flat)
         elif isinstance(zero, BF16_Optimizer):
             yield from map(_flat_buffer, zero.bf16_groups, zero.bf16_groups_flat)
-
-    def _held_twice(
-        self, kind: str, numbers: Tensor, fragments: Iterable[Fragment]
-    ) -> Iterator[Buffer]:
-        """Yield what all tensor-parallel ranks hold of a partition."""
-        for fragment in fragments:
-            parameter = fragment.parameter
-            if self.grid.tp > 1 and fragment.elements and not is_cut(parameter):
-                part = fragment.within(numbers.detach())
-                yield _whole_buffer(kind, parameter, part, "tp")
 
     def owned(self, partition: Partition) -> Iterator[Fragment]:
         """Yield the fragments that this rank writes: one rank writes each number."""
