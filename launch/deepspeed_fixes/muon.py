@@ -119,24 +119,21 @@ class Muon(torch.optim.AdamW):
         key = tuple(map(id, masters))
         if key not in self._rounds:
             self._rounds[key] = self._divide(masters)
-        directions = [self._direction(master, group["momentum"]) for master in masters]
+        directions = []
         for master in masters:
+            gradient = master.grad
+            state = self.state[master]
+            if not state:
+                state["exp_avg"] = torch.zeros_like(master)
+            average = state["exp_avg"].lerp_(gradient, 1 - group["momentum"])
+            # Nesterov's, in the place of the gradient
+            directions.append(gradient.lerp_(average, group["momentum"]))
             master.mul_(1 - group["lr"] * group["weight_decay"])
         for division in self._rounds[key]:
             updates = division.orthogonalised(directions)
             for matrix, update in zip(division.matrices, updates, strict=True):
                 rate = group["lr"] * adjusted(self.adjust_lr, *matrix.parts)
                 matrix.within(masters).add_(update, alpha=-rate)
-
-    def _direction(self, master: Tensor, momentum: float) -> Tensor:
-        """Bring the momentum up to date; turn the gradient into Nesterov's direction."""
-        gradient = master.grad
-        assert gradient is not None
-        state = self.state[master]
-        if not state:
-            state["exp_avg"] = torch.zeros_like(master)
-        average = state["exp_avg"].lerp_(gradient, 1 - momentum)
-        return gradient.lerp_(average, momentum)
 
     def _divide(self, masters: Tensors) -> list[_Division]:
         """Give the matrices of these buffers to the ranks of this pipeline stage, in rounds. Collective."""

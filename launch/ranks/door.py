@@ -185,7 +185,12 @@ def _reach_rank_0(store: Any, places: list[Path]) -> Connection:
         # nobody listens, or another process wrote the door
         with contextlib.suppress(OSError, ValidationError):
             door = DOOR.validate_json(told)
-            connected = _knock(door)
+            if door.known_by == "account":
+                connected = connection.connect_here(door.name)
+            else:
+                connected = socket.create_connection(
+                    (_address(), door.port), timeout=connection.PATIENCE_S
+                )
             try:
                 return connection.prove(connected, rank(), _token(door, places))
             except connection.OtherSecretError:
@@ -194,15 +199,6 @@ def _reach_rank_0(store: Any, places: list[Path]) -> Connection:
                     raise _unknown_secret(door, places) from None
         time.sleep(EVERY_S)
     raise _met_nobody("rank 0 lets it in nowhere")
-
-
-def _knock(door: Door) -> socket.socket:
-    """Connect to the socket of a door. Raises OSError."""
-    if door.known_by == "account":
-        return connection.connect_here(door.name)
-    return socket.create_connection(
-        (_address(), door.port), timeout=connection.PATIENCE_S
-    )
 
 
 def _token(door: Door, places: list[Path]) -> bytes | None:

@@ -126,7 +126,7 @@ class MegatronCheckpoint:
             return shape[dim]
         return None
 
-    def config(self, vocabularies: Sequence[int]) -> dict[str, Any]:
+    def config(self, vocabularies: Sequence[int]) -> Stated:
         """Return the configuration in the keys of `MEGATRON_FORMS`, without what is nowhere stated.
 
         Sizes that the arguments leave out come from the tensors. Only some converters store the number of
@@ -193,7 +193,7 @@ def open_checkpoint(directory: str | Path) -> MegatronCheckpoint:
     files = find(Path(directory))
     problems: list[Problem] = []
     paths = dict.fromkeys([files.stated, *chain.from_iterable(files.stages)])
-    contents: dict[Path, dict[str, Any]] = {}
+    contents: dict[Path, Stated] = {}
     for file in paths:
         try:
             contents[file] = load_dict(file)
@@ -274,7 +274,7 @@ def _has_attention(names: Iterable[object]) -> bool:
     return any(".query_key_value." in str(name) for name in names)
 
 
-def _arguments(where: Path, stated: Stated) -> dict[str, Any]:
+def _arguments(where: Path, stated: Stated) -> Stated:
     """Return the stored arguments, UNREAD instead of values that are not plain."""
     stored = stated.get("args")
     arguments = stored if isinstance(stored, dict) else getattr(stored, "__dict__", {})
@@ -310,7 +310,7 @@ def _is_neox(stated: Stated) -> bool:
     return isinstance(stored, dict) and stored.keys() >= NEOX_ARGUMENTS
 
 
-def _neox_settings(where: Path) -> dict[str, Any]:
+def _neox_settings(where: Path) -> Stated:
     """Return gpt-neox's configuration, which it saves beside its files; UNREAD where it is not there.
 
     ds_to_universal.py leaves it in the save that it reads.
