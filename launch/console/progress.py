@@ -50,6 +50,7 @@ class _Screen(Silent):
     samples: Samples
 
 
+@dataclass
 class Bar(_Screen):
     """A screen of two lines on a terminal, redrawn: the numbers of the step above the progress."""
 
@@ -91,6 +92,7 @@ class Bar(_Screen):
         self._bar.close()
 
 
+@dataclass
 class Lines(_Screen):
     """A screen of whole lines without carriage returns, for a log file."""
 
