@@ -41,6 +41,8 @@ from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
+from torch import Tensor
+from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -130,7 +132,7 @@ class DataParallelEngine(DeepSpeedEngine):  # type: ignore[misc]  # has no types
             sums_in_fp32=super().get_data_types()[1] == torch.float32,
         )
 
-    def backward(self, loss: torch.Tensor, **how: Any) -> Any:
+    def backward(self, loss: Tensor, **how: Any) -> Any:
         if self.fp16_enabled():
             loss = loss * self.optimizer.cur_scale
         return super().backward(loss, **how)
@@ -159,10 +161,10 @@ class DataParallelEngine(DeepSpeedEngine):  # type: ignore[misc]  # has no types
 
 
 def gradient_norm(
-    parameters: Iterable[torch.nn.Parameter],
+    parameters: Iterable[Parameter],
     mpu: ProcessGrid,
-    gradients: Iterable[torch.Tensor | None] = (),
-) -> torch.Tensor:
+    gradients: Iterable[Tensor | None] = (),
+) -> Tensor:
     """Return the L2 norm of a whole model's gradient, an fp32 scalar; `parameters`: this rank's.
 
     `gradients`: the gradients, if the parameters do not hold them. Collective over the tensor-parallel ranks.
@@ -207,7 +209,7 @@ class MasterWeights(DeepSpeedOptimizer):  # type: ignore[misc]  # has no types
         self.skips_overflow = skips_overflow
         self.overflow = False
         self._global_grad_norm = 0.0
-        self.pairs: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        self.pairs: list[tuple[Parameter, Tensor]] = []
         for group in optimizer.param_groups:
             masters = [p.detach().to(torch.float32, copy=True) for p in group["params"]]
             self.pairs += zip(group["params"], masters, strict=True)
@@ -224,7 +226,7 @@ class MasterWeights(DeepSpeedOptimizer):  # type: ignore[misc]  # has no types
         return self.optimizer.param_groups
 
     @property
-    def state(self) -> dict[torch.Tensor, Any]:
+    def state(self) -> dict[Tensor, Any]:
         return self.optimizer.state
 
     def _update_scale(self, has_overflow: bool = False) -> None:
@@ -250,9 +252,7 @@ class MasterWeights(DeepSpeedOptimizer):  # type: ignore[misc]  # has no types
             if sums:
                 add_up(sums, gradients)
 
-    def get_grads_for_reduction(
-        self,
-    ) -> tuple[list[torch.Tensor | None], dict[str, Any]]:
+    def get_grads_for_reduction(self) -> tuple[list[Tensor | None], dict[str, Any]]:
         """Return the gradients to average over the data-parallel ranks (DeepSpeed calls this)."""
         return [
             (master if self.sums_in_fp32 else parameter).grad
@@ -303,8 +303,8 @@ class MasterWeights(DeepSpeedOptimizer):  # type: ignore[misc]  # has no types
 
 
 def _lists(
-    pairs: Sequence[tuple[torch.nn.Parameter, torch.Tensor]],
-) -> Iterator[tuple[list[torch.nn.Parameter], list[torch.Tensor]]]:
+    pairs: Sequence[tuple[Parameter, Tensor]],
+) -> Iterator[tuple[list[Parameter], list[Tensor]]]:
     """Group the pairs into (parameters, masters), each list of `AT_ONCE` elements or little more."""
     ends = itertools.accumulate(master.numel() for _, master in pairs)
     for _, group in itertools.groupby(

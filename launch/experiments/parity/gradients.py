@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -21,6 +21,7 @@ DIRECTORY = "first-gradients"  # in a run directory
 KIND = MOMENTS[0]
 
 
+@dataclass
 class FirstGradients:
     """Writes the gradient of every parameter, before clipping, after the first optimizer step.
 
@@ -29,13 +30,12 @@ class FirstGradients:
     This works under every ZeRO stage and in the pipeline, which makes backward pass and step in one call.
     """
 
-    def __init__(self, run: TrainingRun) -> None:
-        self._run = run
+    run: TrainingRun
 
     def end(self, error: BaseException | None) -> None: ...
 
     def after_step(self, record: StepRecord) -> None:
-        run = self._run
+        run = self.run
         if run.done != 1:
             return
         grid = run.grid

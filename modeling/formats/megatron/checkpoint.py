@@ -55,6 +55,9 @@ BERT_ALONE = ("lm_head.", "pooler.", "binary_head.", "embedding.tokentype_embedd
 # padding rows that are accepted in any case: 128 x 8 slices is common
 SMALLEST_PADDING = 1024
 
+Stated = Mapping[str, Any]  # values in a file, by their keys
+Tensors = Mapping[str, Tensor]  # by their names
+
 
 class Slices(NamedTuple):
     """The tensor ranks' slices of one tensor; `dim`: dimension of the cut, None: each rank has all of it."""
@@ -94,7 +97,7 @@ class MegatronCheckpoint:
     """
 
     where: Path
-    arguments: Mapping[str, Any]
+    arguments: Stated
     version: float
     slices: int
     tensors: Mapping[str, Slices] = field(repr=False)
@@ -123,7 +126,7 @@ class MegatronCheckpoint:
             return shape[dim]
         return None
 
-    def config(self, vocabularies: Sequence[int]) -> dict[str, Any]:
+    def config(self, vocabularies: Sequence[int]) -> Stated:
         """Return the configuration in the keys of `MEGATRON_FORMS`, without what is nowhere stated.
 
         Sizes that the arguments leave out come from the tensors. Only some converters store the number of
@@ -190,7 +193,7 @@ def open_checkpoint(directory: str | Path) -> MegatronCheckpoint:
     files = find(Path(directory))
     problems: list[Problem] = []
     paths = dict.fromkeys([files.stated, *chain.from_iterable(files.stages)])
-    contents: dict[Path, dict[str, Any]] = {}
+    contents: dict[Path, Stated] = {}
     for file in paths:
         try:
             contents[file] = load_dict(file)
@@ -227,10 +230,7 @@ def open_checkpoint(directory: str | Path) -> MegatronCheckpoint:
 
 
 def of_universal(
-    where: Path,
-    stated: Mapping[str, Any],
-    parameters: Mapping[str, Tensor],
-    sliced: bool,
+    where: Path, stated: Stated, parameters: Tensors, sliced: bool
 ) -> MegatronCheckpoint:
     """Return the checkpoint of DeepSpeed with these tensors, whose slices are joined. Raises FileError.
 
@@ -274,7 +274,7 @@ def _has_attention(names: Iterable[object]) -> bool:
     return any(".query_key_value." in str(name) for name in names)
 
 
-def _arguments(where: Path, stated: Mapping[str, Any]) -> dict[str, Any]:
+def _arguments(where: Path, stated: Stated) -> Stated:
     """Return the stored arguments, UNREAD instead of values that are not plain."""
     stored = stated.get("args")
     arguments = stored if isinstance(stored, dict) else getattr(stored, "__dict__", {})
@@ -289,7 +289,7 @@ def _arguments(where: Path, stated: Mapping[str, Any]) -> dict[str, Any]:
     return read
 
 
-def _version(file: Path, stated: Mapping[str, Any]) -> float:
+def _version(file: Path, stated: Stated) -> float:
     """Return the checkpoint's version, by the order of QKV's rows. Raises FileError."""
     version = stated.get("checkpoint_version", 0)
     if _is_neox(stated):
@@ -305,12 +305,12 @@ def _version(file: Path, stated: Mapping[str, Any]) -> float:
     return float(version)
 
 
-def _is_neox(stated: Mapping[str, Any]) -> bool:
+def _is_neox(stated: Stated) -> bool:
     stored = stated.get("args")
     return isinstance(stored, dict) and stored.keys() >= NEOX_ARGUMENTS
 
 
-def _neox_settings(where: Path) -> dict[str, Any]:
+def _neox_settings(where: Path) -> Stated:
     """Return gpt-neox's configuration, which it saves beside its files; UNREAD where it is not there.
 
     ds_to_universal.py leaves it in the save that it reads.
@@ -332,8 +332,8 @@ def _neox_settings(where: Path) -> dict[str, Any]:
 
 
 def _stages(
-    files: Files, contents: Mapping[Path, Mapping[str, Any]]
-) -> Iterator[tuple[str, Sequence[Mapping[str, Tensor]]]]:
+    files: Files, contents: Mapping[Path, Stated]
+) -> Iterator[tuple[str, Sequence[Tensors]]]:
     """Yield (name, tensors of each slice by stored names) of each stage, in the model's order."""
     if files.by_layer:
         for stage in files.stages:
@@ -354,11 +354,11 @@ def _stages(
             yield name, slices
 
 
-def _prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _prefixed(prefix: str, tensors: Tensors) -> dict[str, Tensor]:
     return {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
 
 
-def _chunks(content: Mapping[str, Any]) -> list[Any]:
+def _chunks(content: Stated) -> list[Any]:
     numbered = sorted(
         (int(m[1]), key) for key in content if (m := CHUNK.fullmatch(str(key)))
     )
@@ -366,7 +366,7 @@ def _chunks(content: Mapping[str, Any]) -> list[Any]:
     return [content[key] for key in named] or [{}]
 
 
-def _layer_prefix(tensors: Mapping[str, Tensor], called: str) -> str:
+def _layer_prefix(tensors: Tensors, called: str) -> str:
     """Return the prefix for a layer of DeepSpeed's pipeline; its own names do not tell the layer."""
     if any(name.startswith("word_embeddings.") for name in tensors):
         return "embedding."
@@ -390,7 +390,7 @@ def _flat(state: Any) -> dict[str, Tensor]:
 
 def _take(
     called: str,
-    slices: Sequence[Mapping[str, Tensor]],
+    slices: Sequence[Tensors],
     offset: int,
     tensors: dict[str, Slices],
     copies: dict[tuple[str, str], Slices],
@@ -427,7 +427,7 @@ def _take(
     return layers
 
 
-def _stated_ranks(arguments: Mapping[str, Any], kind: str) -> int | None:
+def _stated_ranks(arguments: Stated, kind: str) -> int | None:
     """Return the number of tensor- or pipeline-parallel ranks by the arguments; None: they do not say it."""
     stated = arguments.get(f"{kind}_model_parallel_size")
     if kind == "tensor" and stated is None:
@@ -437,7 +437,7 @@ def _stated_ranks(arguments: Mapping[str, Any], kind: str) -> int | None:
 
 def _missing(
     files: Files,
-    arguments: Mapping[str, Any],
+    arguments: Stated,
     layers: Collection[Path],
     tensors: Mapping[str, Slices],
 ) -> Iterator[Problem]:
