@@ -64,14 +64,9 @@ def _product(
     printed, *factors = map(value, keys)
     if "batch.accumulation" in keys:
         factors[1] = factors[1] or 1
-    known = [each for each in factors if each is not None]
-    product = math.prod(known)
-    computed = f"{' x '.join(map(str, known))} = {product}"
-    if printed is None:
-        why = "the row has no such number"
-        return row.not_checkable(quantity, why, computed=computed)
-    if len(known) < len(factors):
-        return row.not_checkable(quantity, "the recipe leaves a factor open", printed)
+    # one that the recipe leaves open makes the product wrong
+    product = math.prod(each or 0 for each in factors)
+    computed = f"{' x '.join(map(str, factors))} = {product}"
     return row.compare(quantity, printed, computed, product == printed)
 
 
@@ -165,9 +160,6 @@ def _to_the_unit(
 ) -> LineCheck:
     """Compare with the parameters of all ranks, or of one; a wrong number may fit another layout."""
     computed = counted.all_ranks // ranks
-    reason = row.unknown_reason("model")
-    if reason:
-        return row.not_checkable(quantity, reason, printed, computed)
     if printed == computed:
         return row.compare(quantity, printed, computed, how=True)
     hint = ""
@@ -270,11 +262,7 @@ def tflops(row: CheckedRow) -> Checks:
         )
         yield row.compare("TFLOPS", printed.text, f"{exact:.4g}, every product", how)
         return
-    if label is None:
-        why = "the row prints no model size for the formula"
-        yield row.not_checkable("TFLOPS", why, printed.text)
-        return
-    size = _size(label).value
+    size = _size(label or "").value
     computed, how = recompute(
         printed, IN_TIME, lambda s: formula(row, size, s), seconds
     )
@@ -341,10 +329,8 @@ def share_of_peak(row: CheckedRow) -> Checks:
     printed = row.printed_number("published.peak_percent")
     rate = row.printed_number(TFLOPS)
     peak = row.value("hardware.peak_tflops")
-    if printed and (rate is None or peak is None):
-        why = "needs TFLOPS and a peak"
-        yield row.not_checkable("share of peak", why, printed.text)
-    elif printed and rate:
+    if printed:
+        assert rate and peak, f"{row.full_name}: a share of the peak needs both"
         computed, how = recompute(printed, IN_TFLOPS, lambda t: 100 * t / peak, rate)
         division = f"{rate.text} / {peak:g} = {computed:.2f} %"
         yield row.compare("share of peak", printed.text, division, how)
@@ -357,13 +343,11 @@ def speedup(row: CheckedRow) -> Checks:
     slower = next((each for each in row.source.rows if each.full_name == over), None)
     own = _peak(row)
     least = slower and _peak(slower)
-    if printed and slower and own and least:
+    if printed:
+        assert slower and own and least, f"{row.full_name}: {over} and both peaks"
         how = agreement(printed, own / least)
         division = f"{own:g} / {least:g} TFLOPS = {own / least:.3f}, of the peaks"
         yield row.compare(f"speed over {slower.name}", printed.text, division, how)
-    elif printed:
-        why = "needs that row of the table, and both peaks"
-        yield row.not_checkable("speed over another row", why)
 
 
 def speeds_of_other_runs(row: CheckedRow) -> Checks:
@@ -402,10 +386,8 @@ def scaling(row: CheckedRow) -> Checks:
     rate = row.printed_number(TFLOPS)
     whole = [r for r in row.source.rows if r.published.weak_scaling_percent == 100]
     of_base = whole[0].printed_number(TFLOPS) if whole else None
-    if printed and not (rate and of_base):
-        why = "needs the TFLOPS of the row and of a baseline"
-        yield row.not_checkable("weak scaling", why, printed.text)
-    elif printed and rate and of_base:
+    if printed:
+        assert rate and of_base, f"{row.full_name}: a row of 100 %, TFLOPS of both"
         computed, how = recompute(
             printed, IN_TFLOPS, lambda t, b: 100 * t / b, rate, of_base
         )
