@@ -36,8 +36,11 @@ def describe_inputs(files: Sequence[FoundFile], threads: int) -> list[dict[str, 
     def describe(file: FoundFile) -> dict[str, Any]:
         if not file.version:
             return {"name": str(file.path), "identified_by": "name"}
-        name = str(file.path.resolve())
-        facts = {"name": name, "bytes": file.size, "modified_ns": file.version[3]}
+        facts = {
+            "name": str(file.path.resolve()),
+            "bytes": file.size,
+            "modified_ns": file.version[3],
+        }
         return {**facts, "identified_by": "sha256", "sha256": file_digest(file.path)}
 
     with ThreadPoolExecutor(threads) as pool:  # hashing leaves the interpreter's lock
@@ -49,8 +52,10 @@ def describe_outputs(directory: Path) -> dict[str, dict[str, Any]]:
     outputs = {}
     for path in sorted(directory.rglob("*")):
         if path.is_file():
-            name = str(path.relative_to(directory))
-            outputs[name] = {"bytes": path.stat().st_size, "sha256": file_digest(path)}
+            outputs[str(path.relative_to(directory))] = {
+                "bytes": path.stat().st_size,
+                "sha256": file_digest(path),
+            }
     return outputs
 
 
@@ -63,8 +68,11 @@ def broken_summary(tally: Tally) -> dict[str, Any]:
     broken_bytes = 0
     for reason, (records, size) in sorted(step.dropped.items()):
         if reason.startswith(BROKEN):
-            facts = {"records": records, "bytes": size, "share": _share(records, total)}
-            reasons[reason.removeprefix(BROKEN)] = facts
+            reasons[reason.removeprefix(BROKEN)] = {
+                "records": records,
+                "bytes": size,
+                "share": _share(records, total),
+            }
             broken += records
             broken_bytes += size
     return {

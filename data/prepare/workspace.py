@@ -130,8 +130,7 @@ class Workspace:
             return f"  {error}"
 
     def _changed(self, manifest: dict[str, Any]) -> str:
-        before = files.read_json_object(self.manifest, MOST_MANIFEST)
-        return _changed(before, manifest)
+        return _changed(files.read_json_object(self.manifest, MOST_MANIFEST), manifest)
 
     def new_result(self) -> Path:
         """Make an empty directory for the result."""

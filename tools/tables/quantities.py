@@ -66,8 +66,12 @@ def _product(
         factors[1] = factors[1] or 1
     # one that the recipe leaves open makes the product wrong
     product = math.prod(each or 0 for each in factors)
-    computed = f"{' x '.join(map(str, factors))} = {product}"
-    return row.compare(quantity, printed, computed, product == printed)
+    return row.compare(
+        quantity,
+        printed,
+        f"{' x '.join(map(str, factors))} = {product}",
+        product == printed,
+    )
 
 
 # --- sizes
@@ -147,8 +151,7 @@ def sizes(row: CheckedRow) -> Checks:
 def _first_differences(counted: RankCounts, expected: RankCounts) -> str:
     """Say which stages differ, rank by rank: this project's mistake, never a source's."""
     wrong = []
-    pairs = zip(counted.held, expected.held, strict=True)
-    for stage, (got, want) in enumerate(pairs):
+    for stage, (got, want) in enumerate(zip(counted.held, expected.held, strict=True)):
         if got != want:
             wrong.append(f"stage {stage}: {got} for {want}")
     once = f"once {counted.once}, layers {set(counted.layers)}"
@@ -166,8 +169,9 @@ def _to_the_unit(
     share = f" / {ranks}" if ranks > 1 else ""
     model = row.recipe.model
     for tp in reversed(DEGREES):
-        padded = model.embedding_rows(tp)
-        held = cost.parameters_per_rank(model, row.recipe.positions, padded, tp)
+        held = cost.parameters_per_rank(
+            model, row.recipe.positions, model.embedding_rows(tp), tp
+        )
         if tp * held == printed * ranks:
             hint = f" (the printed one is the count at tp {tp}{share})"
     return row.compare(quantity, printed, f"{computed}{hint}", None)
@@ -180,8 +184,9 @@ def _label(row: CheckedRow, label: str, counted: RankCounts) -> LineCheck:
     plain = f"{counted.once / unit:.4g}{label[-1:]}"
     reason = row.unknown_reason("model")
     if reason:
-        why = f"the model stands in: {reason}"
-        return row.not_checkable("size label", why, label, plain)
+        return row.not_checkable(
+            "size label", f"the model stands in: {reason}", label, plain
+        )
     how = agreement(size, counted.once)
     if how in ("exact", "rounded"):
         return row.compare("size label", label, plain, how)
@@ -222,10 +227,13 @@ def missing_time(row: CheckedRow) -> Checks:
 
 def formula(row: CheckedRow, parameters: float, seconds: float) -> float:
     """Return TFLOPS per GPU by the documents' formula, with batch and GPUs as printed."""
-    length = row.recipe.sequence_length
-    recomputed = row.recipe.checkpoint_interval > 0
     return cost.published_tflops(
-        parameters, length, row.batch, seconds, row.gpus, checkpointing=recomputed
+        parameters,
+        row.recipe.sequence_length,
+        row.batch,
+        seconds,
+        row.gpus,
+        checkpointing=row.recipe.checkpoint_interval > 0,
     )
 
 
@@ -243,8 +251,12 @@ def samples(row: CheckedRow) -> Checks:
     seconds = row.printed_number(TIME)
     if rate and seconds:
         computed, how = recompute(rate, IN_TIME, lambda s: row.batch / s, seconds)
-        division = f"{row.batch} / {seconds.value:g} s = {computed:.3f}"
-        yield row.compare("samples/s", rate.text, division, how)
+        yield row.compare(
+            "samples/s",
+            rate.text,
+            f"{row.batch} / {seconds.value:g} s = {computed:.3f}",
+            how,
+        )
 
 
 def tflops(row: CheckedRow) -> Checks:
@@ -332,8 +344,12 @@ def share_of_peak(row: CheckedRow) -> Checks:
     if printed:
         assert rate and peak, f"{row.full_name}: a share of the peak needs both"
         computed, how = recompute(printed, IN_TFLOPS, lambda t: 100 * t / peak, rate)
-        division = f"{rate.text} / {peak:g} = {computed:.2f} %"
-        yield row.compare("share of peak", printed.text, division, how)
+        yield row.compare(
+            "share of peak",
+            printed.text,
+            f"{rate.text} / {peak:g} = {computed:.2f} %",
+            how,
+        )
 
 
 def speedup(row: CheckedRow) -> Checks:
@@ -345,9 +361,12 @@ def speedup(row: CheckedRow) -> Checks:
     least = slower and _peak(slower)
     if printed:
         assert slower and own and least, f"{row.full_name}: {over} and both peaks"
-        how = agreement(printed, own / least)
-        division = f"{own:g} / {least:g} TFLOPS = {own / least:.3f}, of the peaks"
-        yield row.compare(f"speed over {slower.name}", printed.text, division, how)
+        yield row.compare(
+            f"speed over {slower.name}",
+            printed.text,
+            f"{own:g} / {least:g} TFLOPS = {own / least:.3f}, of the peaks",
+            agreement(printed, own / least),
+        )
 
 
 def speeds_of_other_runs(row: CheckedRow) -> Checks:
@@ -373,8 +392,12 @@ def _other_run(row: CheckedRow, run: OtherRun, source: str) -> LineCheck:
     exact, how = recompute(
         printed, IN_TIME, lambda s: cost.exact_tflops(work, s, run.gpus), seconds
     )
-    quantity = f"TFLOPS, batch {run.batch} in {time} ms on {run.gpus} GPUs"
-    return row.compare(quantity, run.tflops, f"{exact:.4g}", how and f"{how}: {source}")
+    return row.compare(
+        f"TFLOPS, batch {run.batch} in {time} ms on {run.gpus} GPUs",
+        run.tflops,
+        f"{exact:.4g}",
+        how and f"{how}: {source}",
+    )
 
 
 # --- rows of a table to each other
@@ -409,8 +432,9 @@ def time_over_micro_batches(row: CheckedRow) -> Checks:
             least = seconds
     if slowest:
         than = f"as {slowest.name} took for micro-batch {slowest.micro}"
-        printed = row.text_of(TIME) or own
-        yield row.compare("time", printed, f"at most {least:g} s, {than}", None)
+        yield row.compare(
+            "time", row.text_of(TIME) or own, f"at most {least:g} s, {than}", None
+        )
 
 
 def _alike(row: CheckedRow) -> list[CheckedRow]:
@@ -474,16 +498,21 @@ def memory(row: CheckedRow) -> Checks:
         limits += f" to {capacity:g} GB"
     between = states <= cached <= (capacity or cached)
     how = "between them: bounds, no value" if between else None
-    printed = row.text_of("published.cached_gb") or cached
-    yield row.compare("cached", printed, limits, how)
+    yield row.compare(
+        "cached", row.text_of("published.cached_gb") or cached, limits, how
+    )
     larger = [r for r in _with_larger_micro(row) if r.published.cached_gb]
     if larger:
         other = min(larger, key=lambda r: r.published.cached_gb or 0.0)
         least = other.published.cached_gb or 0.0
         than = f"as {other.name} had for micro-batch {other.micro}"
         how = "no more than a larger batch" if cached <= least else None
-        computed = f"at most {least:g} GB, {than}"
-        yield row.compare("cached, over micro-batches", f"{cached:g}", computed, how)
+        yield row.compare(
+            "cached, over micro-batches",
+            f"{cached:g}",
+            f"at most {least:g} GB, {than}",
+            how,
+        )
 
 
 def states_gb(row: CheckedRow) -> float:
@@ -495,10 +524,21 @@ def _out_of_memory(row: CheckedRow, states: float, capacity: float | None) -> Li
     """Check an OOM: a larger batch that ran contradicts it, larger model states confirm it."""
     for other in _alike(row):
         if not other.published.oom and other.micro >= row.micro:
-            ran = f"micro-batch {other.micro} of the same model ran"
-            return row.compare("out of memory", "OOM", ran, None)
+            return row.compare(
+                "out of memory",
+                "OOM",
+                f"micro-batch {other.micro} of the same model ran",
+                None,
+            )
     if capacity and states > capacity:
-        computed = f"{states:.1f} GB of model states on {capacity:g} GB"
-        return row.compare("out of memory", "OOM", computed, "they do not fit")
-    why = "the model states fit: activations decide, which nothing printed gives"
-    return row.not_checkable("out of memory", why, "OOM")
+        return row.compare(
+            "out of memory",
+            "OOM",
+            f"{states:.1f} GB of model states on {capacity:g} GB",
+            "they do not fit",
+        )
+    return row.not_checkable(
+        "out of memory",
+        "the model states fit: activations decide, which nothing printed gives",
+        "OOM",
+    )

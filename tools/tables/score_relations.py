@@ -81,8 +81,12 @@ def _race(line: Line) -> Checks:
 
         computed, how = recompute(whole, "the parts", mean, *parts)
         questions = f"{RACE_TEST[0]} x {race.middle} + {RACE_TEST[1]} x {race.high}"
-        said = f"({questions}) / {sum(RACE_TEST)} = {computed:.2f}"
-        yield line.compare("RACE, of middle and high", whole.text, said, how)
+        yield line.compare(
+            "RACE, of middle and high",
+            whole.text,
+            f"({questions}) / {sum(RACE_TEST)} = {computed:.2f}",
+            how,
+        )
 
 
 def _squad(line: Line) -> Checks:
