@@ -93,6 +93,18 @@ def build(
     parts = _all_parts(
         recipe, family_of(recipe, tokenizer), sources, directory, say, once
     )
+    summary = {
+        "source": parts.summary["source"],
+        "vocabulary": recipe.data.tokenizer.kind,
+        "vocabulary_size": len(tokenizer),
+        "vocabulary_digest": vocabulary_digest(tokenizer),
+        **parts.summary,
+        "validation_samples": len(parts.validation),
+    }
+    if parts.test:
+        summary["test_samples"] = len(parts.test)
+    if any(isinstance(each, EndHeldOut) for each in sources):
+        summary["held_out"] = END
     return Corpus(
         tokenizer=tokenizer,
         train=parts.train,
@@ -102,20 +114,7 @@ def build(
         unigram_entropy=unigram_cross_entropy(
             parts.train_counts, parts.validation.labels
         ),
-        summary={
-            "source": parts.summary["source"],
-            "vocabulary": recipe.data.tokenizer.kind,
-            "vocabulary_size": len(tokenizer),
-            "vocabulary_digest": vocabulary_digest(tokenizer),
-            **parts.summary,
-            "validation_samples": len(parts.validation),
-            **({"test_samples": len(parts.test)} if parts.test else {}),
-            **(
-                {"held_out": END}
-                if any(isinstance(each, EndHeldOut) for each in sources)
-                else {}
-            ),
-        },
+        summary=summary,
         skipped=tuple(
             each.skipped
             for each in sources
@@ -159,7 +158,7 @@ def check_sources(recipe: Recipe, say: Say = quiet) -> list[str]:
                 data.tokenizer.kind, sequences_of(family), origin, size, tokenizer
             )
         elif tokenizer and origin.source not in ("packaged", "hub"):
-            source = open_source(origin, lambda line: None, SkippedRecords())
+            source = open_source(origin, quiet, SkippedRecords())
             share = unknown_share(tokenizer, source)
             if share:
                 unknown = tokenizer.unk_token

@@ -89,10 +89,7 @@ class Inputs:
         self._local = [] if self._hub else self.files
         self.paths = [file.path for file in self.files]
         times = Counter(file.version or file.path for file in self.files)
-        repeated = set[str]()
-        for file in self.files:
-            if times[file.version or file.path] > 1:
-                repeated.add(str(file.path))
+        repeated = {str(f.path) for f in self.files if times[f.version or f.path] > 1}
         if repeated:
             told = some(sorted(repeated))
             raise ValueError(

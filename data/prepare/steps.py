@@ -134,11 +134,9 @@ def keep_language(
     def judge(language: str, score: float) -> Verdict:
         if language != wanted:
             return f"language is not {wanted}", f"{language} {score:.2f}"
-        return (
-            (f"language is {wanted} with a score below {least}", f"{score:.2f}")
-            if score < least
-            else None
-        )
+        if score < least:
+            return f"language is {wanted} with a score below {least}", f"{score:.2f}"
+        return None
 
     return documents.sift((judge(*detect(text)) for text in documents.texts), log)
 
@@ -168,11 +166,9 @@ def tokenize(
     def judge(length: int) -> Verdict:
         if length <= 0:
             return "no tokens", ""
-        return (
-            (f"fewer than {least} tokens", f"{length} tokens")
-            if length < least
-            else None
-        )
+        if length < least:
+            return f"fewer than {least} tokens", f"{length} tokens"
+        return None
 
     verdicts = [judge(sum(map(len, sequences)) - ends) for sequences in tokens]
     return replace(documents, tokens=tokens).sift(verdicts, log)

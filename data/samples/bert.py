@@ -152,11 +152,9 @@ def segments(
     cut = _cut(rng, len(tokens), borders)
     first = tokens[:cut]
     second = tokens[cut:]
-    return (
-        (second, first, 1)
-        if head == "sop" and changed and len(second)
-        else (first, second, 0)
-    )
+    if head == "sop" and changed and len(second):
+        return second, first, 1
+    return first, second, 0
 
 
 def _cut(rng: Generator, length: int, borders: np.ndarray) -> int:
@@ -210,11 +208,11 @@ class BertFamily:
         vocabulary = BertVocabulary.of(tokenizer)
         masking = recipe.data.masking
         check_whole_words(vocabulary, masking)
-        sizes = (recipe.sequence_length, recipe.predictions)
         return cls(
             tokenizer,
             vocabulary,
-            *sizes,
+            recipe.sequence_length,
+            recipe.predictions,
             recipe.model.sentence_head,
             masking,
             recipe.seed,
@@ -285,23 +283,22 @@ class BertFamily:
         fields = BertFields(
             tokens=np.full((count, length), self.vocabulary.pad, dtype=np.int64),
             token_types=np.zeros((count, length), dtype=np.int64),
-            lengths=np.array(
-                [len(sample.tokens) for sample in samples], dtype=np.int64
-            ),
+            lengths=np.zeros(count, dtype=np.int64),
             positions=np.zeros((count, most), dtype=np.int64),
             labels=np.zeros((count, most), dtype=np.int64),
-            predicted=np.array(
-                [len(sample.positions) for sample in samples], dtype=np.int64
-            ),
-            sentence_labels=np.array(
-                [sample.sentence_label for sample in samples], dtype=np.int64
-            ),
+            predicted=np.zeros(count, dtype=np.int64),
+            sentence_labels=np.zeros(count, dtype=np.int64),
         )
         for row, sample in enumerate(samples):
-            fields["tokens"][row, : len(sample.tokens)] = sample.tokens
-            fields["token_types"][row, sample.first_length : len(sample.tokens)] = 1
-            fields["positions"][row, : len(sample.positions)] = sample.positions
-            fields["labels"][row, : len(sample.labels)] = sample.labels
+            tokens = len(sample.tokens)
+            predicted = len(sample.positions)
+            fields["tokens"][row, :tokens] = sample.tokens
+            fields["token_types"][row, sample.first_length : tokens] = 1
+            fields["lengths"][row] = tokens
+            fields["positions"][row, :predicted] = sample.positions
+            fields["labels"][row, :predicted] = sample.labels
+            fields["predicted"][row] = predicted
+            fields["sentence_labels"][row] = sample.sentence_label
         return fields
 
 

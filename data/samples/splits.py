@@ -73,8 +73,9 @@ def store_parts(
         "source": name,
         "documents": store.documents,
         "train_tokens_crc32": opened.checksum,
-        **({} if opened.text_bytes is None else {"text_bytes": opened.text_bytes}),
     }
+    if opened.text_bytes is not None:
+        summary["text_bytes"] = opened.text_bytes
     for split, chosen in documents.items():
         prefix = "held_out" if split == "validation" else split
         first, last = (

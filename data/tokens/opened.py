@@ -18,7 +18,7 @@ import tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from data import durable_files
-from data.durable_files import SAY_EVERY_S, DamagedFile, Say, write_atomically
+from data.durable_files import DamagedFile, Say, now_and_then, write_json
 from data.text.documents import Document, SkippedRecords, Source, end_of_document
 from data.text.vocabulary import vocabulary_digest, vocabulary_size
 from data.tokens.store import (
@@ -74,11 +74,9 @@ def opened_store(
         return ready_made_store(
             recipe.data.tokenizer.kind, sequences, origin, tokenizer, directory, say
         )
-    return (
-        cached_store(sequences, origin, source, tokenizer, directory, say)
-        if source.finite
-        else None
-    )
+    if source.finite:
+        return cached_store(sequences, origin, source, tokenizer, directory, say)
+    return None
 
 
 def checksum_of(store: Store, directory: Path, say: Say) -> Checksum:
@@ -107,7 +105,7 @@ def checksum_of(store: Store, directory: Path, say: Say) -> Checksum:
             raise DamagedFile(f"{kept} holds no checksums") from error
 
     def write() -> None:
-        write_atomically(kept, json.dumps(store.checksum(say)._asdict()))
+        write_json(kept, store.checksum(say)._asdict())
 
     try:
         return durable_files.cached(
@@ -190,11 +188,11 @@ def _tokenize(
     """Write the documents to a store; `say` the progress every few seconds and at the end."""
     text_bytes = 0
     started = time.monotonic()
-    said = started
+    tell = now_and_then(say)
 
-    def progress(since: str) -> None:
+    def progress(since: str) -> str:
         done = f"{counted(writer.documents, 'document')}, {counted(writer.tokens, 'token')}"
-        say(f"{what}: {done} {since} {time.monotonic() - started:.1f} s")
+        return f"{what}: {done} {since} {time.monotonic() - started:.1f} s"
 
     with writer:
         for document, tokens in encoded:
@@ -203,10 +201,8 @@ def _tokenize(
             sequences = tokens if isinstance(tokens, list) else [tokens]
             writer.add_document(sequences)
             text_bytes += len(document.text.encode())
-            if time.monotonic() - said >= SAY_EVERY_S:
-                said = time.monotonic()
-                progress("after")
-    progress("in")
+            tell(progress("after"))
+    say(progress("in"))
     assert writer.checksum is not None
     made = {
         "documents": writer.documents,
