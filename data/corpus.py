@@ -217,7 +217,7 @@ def _all_parts(
         else:
             from data.samples.streamed_splits import stream_parts
 
-            assert source is not None
+            assert source
             parts.append(
                 stream_parts(recipe, family, origin, source, max(count, 1), say, once)
             )
@@ -233,6 +233,6 @@ def unigram_cross_entropy(counts: np.ndarray, labels: np.ndarray) -> float:
         counts: (V,) occurrences in the training tokens.
         labels: any shape, token ids below V.
     """
-    frequencies = np.asarray(counts, dtype=np.float64) + 1.0
+    frequencies = np.asarray(counts, np.float64) + 1.0
     logarithms = np.log(frequencies) - np.log(frequencies.sum())
     return float(-logarithms[np.asarray(labels)].mean())

@@ -83,9 +83,7 @@ def prepare(
         check_code(settings.language)
     inputs = Inputs(settings, screen.say)
     bands = (
-        choose_bands(settings.permutations, settings.dedup)
-        if settings.dedup is not None
-        else None
+        choose_bands(settings.permutations, settings.dedup) if settings.dedup else None
     )
     sets = settings.decontaminate
     evaluation = (
@@ -236,7 +234,7 @@ class ChunkWork:
 
     def _past_finished(self, start: Cursor) -> Cursor:
         """Count the finished chunks from here on; return the end of the last of them."""
-        while (end := self._end_of(self.chunks)) is not None:
+        while end := self._end_of(self.chunks):
             start = end
             self.chunks += 1
         return start
@@ -245,7 +243,7 @@ class ChunkWork:
         """Yield what is neither finished nor claimed; files between finished chunks are not opened."""
         start = self._past_finished(Cursor())
         chunks = self.inputs.chunks(start, self.chunks)
-        while (chunk := next(chunks, None)) is not None:
+        while chunk := next(chunks, None):
             if chunk.number < self.chunks:
                 continue
             start = self._past_finished(start)
@@ -279,7 +277,7 @@ class ChunkWork:
         """Wait a moment for the chunks of other processes; make those of a process that has ended."""
         elsewhere = self._elsewhere
         for number in list(elsewhere):
-            if self._end_of(number) is not None:
+            if self._end_of(number):
                 del elsewhere[number]
         lost = [number for number in elsewhere if self.claims.take(str(number))]
         if lost:
@@ -332,7 +330,7 @@ def finish(
     documents = index.starts[-1]
     duplicates = None
     dedup = None
-    if bands is not None and settings.dedup is not None:
+    if bands and settings.dedup:
         screen.phase("duplicates", 100, "%")
         started = time.perf_counter()
         duplicates = find_duplicates(

@@ -67,8 +67,8 @@ class Documents:
         keep = []
         columns = (self.names, self.numbers, self.sizes, self.texts)
         for verdict, file, number, size, text in zip(verdicts, *columns, strict=True):
-            keep.append(verdict is None)
-            if verdict is not None:
+            keep.append(not verdict)
+            if verdict:
                 reason, detail = verdict
                 log.counts.drop(reason, size)
                 log.rejected.append(
@@ -204,7 +204,7 @@ def digests(texts: Sequence[str]) -> np.ndarray:
         hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest()
         for text in texts
     ]
-    return np.frombuffer(b"".join(parts), dtype="<u8")
+    return np.frombuffer(b"".join(parts), "<u8")
 
 
 def article_lines(documents: Documents, texts: Iterable[str]) -> bytes:

@@ -92,7 +92,7 @@ def _make(settings: Settings, inputs: Inputs, say: Say) -> PreTrainedTokenizerFa
     kind = settings.tokenizer.kind
     if kind not in TRAINED:
         return ready_made(settings.tokenizer)
-    assert settings.vocab_size is not None, "the settings demand a size"
+    assert settings.vocab_size, "the settings demand a size"
     first = f"the first {settings.vocabulary_mb} MB of text"
     say(f"training a vocabulary of {settings.vocab_size} tokens ({kind}) on {first}")
     train = train_wordpiece if kind == "trained_wordpiece" else train_bpe

@@ -102,9 +102,9 @@ class Worker:
         if settings.samples == "bert" or settings.write_sentences:
             run("sentences", steps.split_sentences, settings.origin.sentences)
         run("tokenize", steps.tokenize, plan.encoder, settings)
-        if plan.evaluation is not None:
+        if plan.evaluation:
             run("decontaminate", steps.decontaminate, plan.evaluation)
-        if plan.bands is not None:
+        if plan.bands:
             run("signatures", steps.sign, settings)
         flat = [sequence for sequences in documents.tokens for sequence in sequences]
         columns = {
@@ -162,7 +162,7 @@ def _end_with_the_main_process() -> None:
     allocation of a process once it has had a second thread.
     """
     main = multiprocessing.parent_process()
-    assert main is not None
+    assert main
     # at its end the kernel sends SIGIO, which ends a process that does not handle it
     pipe = main.sentinel
     fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
@@ -219,9 +219,10 @@ def run(
                 on_done(future.result())
             if framing:
                 following = next(chunks, None)
-                more = following is not None
-                if following is not None:
+                if following:
                     running.add(pool.submit(answer, following))
+                else:
+                    more = False
                 team = team or list(multiprocessing.active_children())
         pool.shutdown()
     except BrokenProcessPool:

@@ -281,13 +281,13 @@ class BertFamily:
         length = self.sequence_length
         most = self.predictions
         fields = BertFields(
-            tokens=np.full((count, length), self.vocabulary.pad, dtype=np.int64),
-            token_types=np.zeros((count, length), dtype=np.int64),
-            lengths=np.zeros(count, dtype=np.int64),
-            positions=np.zeros((count, most), dtype=np.int64),
-            labels=np.zeros((count, most), dtype=np.int64),
-            predicted=np.zeros(count, dtype=np.int64),
-            sentence_labels=np.zeros(count, dtype=np.int64),
+            tokens=np.full((count, length), self.vocabulary.pad, np.int64),
+            token_types=np.zeros((count, length), np.int64),
+            lengths=np.zeros(count, np.int64),
+            positions=np.zeros((count, most), np.int64),
+            labels=np.zeros((count, most), np.int64),
+            predicted=np.zeros(count, np.int64),
+            sentence_labels=np.zeros(count, np.int64),
         )
         for row, sample in enumerate(samples):
             tokens = len(sample.tokens)
@@ -357,7 +357,7 @@ class BertSamples(StoredSamples):
         start = int(self._chunks.starts[chunk])
         length = int(self._chunks.lengths[chunk])
         tokens = self._store.tokens_array[start : start + length]
-        borders = np.array(self._borders(start, start + length), dtype=np.int64) - start
+        borders = np.array(self._borders(start, start + length), np.int64) - start
         other = partial(self._other, rng, chunk)
         return self._family.assemble(
             rng, *segments(rng, tokens, borders, self._family.sentence_head, other)
@@ -457,9 +457,9 @@ class BertLane(Lane):
         self._next_chunk()
 
     def _next_chunk(self) -> tuple[Tokenized, int]:
-        while self._current is None or self._chunk == len(self._current.starts):
+        while not self._current or self._chunk == len(self._current.starts):
             following = self._read()
-            if self._current is not None:
+            if self._current:
                 self._remembered.append(self._current)
             self._current = following
             self._chunk = 0

@@ -28,7 +28,7 @@ BLOCK = 1000  # positions; a part has at least one of them
 
 def largest_remainder(weights: Sequence[float], total: int) -> np.ndarray:
     """Divide `total` by weight: (parts,) int64, rounded down, plus one for the largest remainders."""
-    exact = np.asarray(weights, dtype=np.float64) / np.sum(weights) * total
+    exact = np.asarray(weights, np.float64) / np.sum(weights) * total
     counts = np.asarray(exact, np.int64)
     lost = np.argsort(counts - exact, kind="stable")
     counts[lost[: total - counts.sum()]] += 1
@@ -64,7 +64,7 @@ class BlendedSamples:
             )
 
     def take(self, positions: Sequence[int], seed: int) -> Fields:
-        part_of, local = self.places(np.asarray(positions, dtype=np.int64))
+        part_of, local = self.places(np.asarray(positions, np.int64))
         mine = []
         rows = []
         for number, part in enumerate(self._parts):
@@ -85,7 +85,7 @@ class BlendedSamples:
             here = blocks == block
             order = self._order(block)
             # Number of earlier samples of the same part in the block.
-            ranks = np.empty(BLOCK, dtype=np.int64)
+            ranks = np.empty(BLOCK, np.int64)
             ranks[np.argsort(order, kind="stable")] = np.concatenate(
                 [np.arange(n) for n in self._counts]
             )

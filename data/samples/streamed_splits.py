@@ -118,7 +118,7 @@ def read_head(
     held = {}
     for lane, name in enumerate(splits, _FIRST_HELD_OUT):
         held[name] = _HeldOutDocuments(family.for_held_out(), lane, wanted)
-    counts = np.zeros(vocabulary, dtype=np.int64)
+    counts = np.zeros(vocabulary, np.int64)
     counted = 0
     documents = 0
     tell = now_and_then(say)
@@ -180,7 +180,7 @@ def interleave_files(source: Source) -> Iterator[PlacedDocument]:
         while readers:
             file, reader = readers.popleft()
             document = next(reader, None)
-            if document is not None:
+            if document:
                 yield PlacedDocument(
                     LanePlace(turn=file, record=document.index), document.text
                 )

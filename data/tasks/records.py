@@ -93,7 +93,7 @@ def read_split(facts: TaskFacts, split: str, path: str | None) -> Split:
 
 
 def task_of(recipe: Recipe) -> Task:
-    assert recipe.task is not None, "a recipe for fine-tuning"
+    assert recipe.task, "a recipe for fine-tuning"
     return recipe.task
 
 

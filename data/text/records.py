@@ -295,7 +295,7 @@ def skip_or_refuse(
     where: str, record: BrokenRecord, skipped: SkippedRecords | None
 ) -> None:
     """Give a broken record to `skipped`; raises ProblemsError without one."""
-    if skipped is not None:
+    if skipped:
         skipped.add(where, record.kind)
         return
     leave_out = Setting("data.broken_records", "skip")

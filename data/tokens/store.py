@@ -212,7 +212,7 @@ class Store:
 
     def sequence_starts(self, sequences: np.ndarray) -> np.ndarray:
         """Return the int64 places in `tokens_array` at which `sequences` begin; `len(store)`: the end."""
-        starts = np.full(sequences.shape, self.tokens, dtype=np.int64)
+        starts = np.full(sequences.shape, self.tokens, np.int64)
         inside = sequences < len(self)
         starts[inside] = self.pointers[sequences[inside]] // self.dtype.itemsize
         return starts
@@ -304,7 +304,7 @@ class StoreWriter:
     def add_document(self, sequences: Sequence[np.ndarray]) -> None:
         """Append one document, possibly empty, without its empty sequences."""
         tokens = np.concatenate(sequences) if len(sequences) else np.empty(0, np.int64)
-        lengths = np.array([len(sequence) for sequence in sequences], dtype=np.int64)
+        lengths = np.array([len(sequence) for sequence in sequences], np.int64)
         self.add_documents(tokens, lengths, np.array([len(sequences)]))
 
     def add_documents(
@@ -371,7 +371,7 @@ class StoreWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
-        if kind is not None:
+        if kind:
             self._files.__exit__(kind, *error)
         elif self.checksum is None:
             with self._files:  # a full disk leaves nothing either

@@ -135,7 +135,7 @@ def sizes(row: CheckedRow) -> Checks:
     ):
         if printed is not None:
             yield _to_the_unit(row, quantity, printed, counted, ranks)
-    if published.size_label is not None:
+    if published.size_label:
         yield _label(row, published.size_label, counted)
     elif published.parameters is None:
         why = "the row prints no model size"
