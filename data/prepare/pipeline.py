@@ -167,13 +167,18 @@ def assemble_result(
         store, dedup = finish(work, space, unknown)
     except chunk_file.DamagedChunk as damage:
         damage.path.unlink(missing_ok=True)
-        again = "it is removed, and the same command makes it again and resumes the other work"
-        raise PreparationFailed(f"{damage}: {again}", exit_code=1) from damage
+        raise PreparationFailed(
+            f"{damage}: "
+            "it is removed, and the same command makes it again and resumes the other work",
+            exit_code=1,
+        ) from damage
     share = store["unknown_tokens"] / store["tokens"]
     if share > MOST_UNKNOWN:
-        came = f"{share:.1%} of the tokens are {vocabulary.unk_token}"
         why = "characters that the vocabulary lacks, or words of more than 100"
-        warnings.append(f"{came}, {why}: give a vocabulary of the text's language")
+        warnings.append(
+            f"{share:.1%} of the tokens are {vocabulary.unk_token}"
+            f", {why}: give a vocabulary of the text's language"
+        )
     save_tokenizer(vocabulary, result / space.tokenizer.name)
     digest = vocabulary_digest(vocabulary)
     whole = describe(work, space, manifest, warnings, store, dedup, digest)
@@ -294,9 +299,9 @@ def check_broken(tally: Tally, most: float, chunks: Path, count: int) -> None:
     broken = report.broken_summary(tally)
     if broken["share"] <= most:
         return
-    records = f"{broken['records']:,} of {tally.records:,} records are broken ({broken['share']:.2%})"
     lines = [
-        f"{records}, more than --max_broken {most} ({most:.2%}); nothing is published"
+        f"{broken['records']:,} of {tally.records:,} records are broken ({broken['share']:.2%})"
+        f", more than --max_broken {most} ({most:.2%}); nothing is published"
     ]
     for kind, f in broken["reasons"].items():
         lines.append(f"  {kind}: {f['records']:,} ({f['share']:.2%})")
@@ -392,10 +397,10 @@ def describe(
     )
     # without a share: the number of records in the lost end of a file is unknown
     if lost:
-        lacking = (
+        warnings.append(
             f"{lost} input files are damaged or empty, and what they lack is not here"
+            f": see {assemble.REJECTED}/broken.jsonl"
         )
-        warnings.append(f"{lacking}: see {assemble.REJECTED}/broken.jsonl")
     size = {"vocab_size": plan.vocab_size}
     decontamination = evaluation and {
         "files": [

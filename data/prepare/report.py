@@ -154,9 +154,9 @@ def _store(report: dict[str, Any]) -> list[str]:
     sizes = ", ".join(
         f"{store[name]:,} {name}" for name in ("documents", "sequences", "tokens")
     )
-    made = f"{store['samples']}, {sizes} from {store['text_bytes'] / 1e6:,.2f} MB"
     lines = [
-        f"store       {store['prefix']}.bin, .idx: {made}",
+        f"store       {store['prefix']}.bin, .idx: "
+        f"{store['samples']}, {sizes} from {store['text_bytes'] / 1e6:,.2f} MB",
         f"            CRC-32 of .idx {store['crc32']['idx']}, of .bin {store['crc32']['bin']}",
         f"tokenizer   {tokenizer['kind']}, {tokenizer['vocab_size']:,} tokens, SHA-256 {tokenizer['digest']}",
         f"            {_share(store['unknown_tokens'], store['tokens']):.2%} of the tokens are unknown",
@@ -173,8 +173,9 @@ def _store(report: dict[str, Any]) -> list[str]:
     evaluation = report["decontamination"]
     if evaluation:
         few = f"{evaluation['texts_too_short']:,} have fewer than {evaluation['ngram']} words"
-        texts = f"{evaluation['texts']:,} texts; {few} and are not looked for"
-        lines.append(f"evaluation  {texts}")
+        lines.append(
+            f"evaluation  {evaluation['texts']:,} texts; {few} and are not looked for"
+        )
         lines += [
             f"            {file['name']} SHA-256 {file['sha256']}"
             for file in evaluation["files"]

@@ -37,10 +37,10 @@ def obtain(
         if settings.samples == "gpt":
             end_of_document(tokenizer)
         elif missing := missing_roles(tokenizer):
-            came = f"--samples bert with --tokenizer {settings.tokenizer.kind}: the vocabulary names no"
             fix = "give bert_uncased, bert_cased or trained_wordpiece, or name the tokens in a"
             raise ValueError(
-                f"{came} {', '.join(missing)}; {fix} tokenizer_config.json next to the file"
+                f"--samples bert with --tokenizer {settings.tokenizer.kind}: the vocabulary names no"
+                f" {', '.join(missing)}; {fix} tokenizer_config.json next to the file"
             )
         temporary = folder.with_name(f".{folder.name}.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
@@ -93,8 +93,10 @@ def _make(settings: Settings, inputs: Inputs, say: Say) -> PreTrainedTokenizerFa
     if kind not in TRAINED:
         return ready_made(settings.tokenizer)
     assert settings.vocab_size, "the settings demand a size"
-    first = f"the first {settings.vocabulary_mb} MB of text"
-    say(f"training a vocabulary of {settings.vocab_size} tokens ({kind}) on {first}")
+    say(
+        f"training a vocabulary of {settings.vocab_size} tokens ({kind}) on "
+        f"the first {settings.vocabulary_mb} MB of text"
+    )
     train = train_wordpiece if kind == "trained_wordpiece" else train_bpe
     return wrap_tokenizer(
         kind, train(training_texts(settings, inputs), settings.vocab_size)

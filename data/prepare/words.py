@@ -177,5 +177,7 @@ def choose_bands(permutations: int, threshold: float) -> Bands:
     for rows in range(permutations, 0, -1):
         if (bands := Bands(permutations // rows, rows)).probability(threshold) > RECALL:
             return bands
-    missed = f"--permutations {permutations} find no {RECALL:.0%} of the pairs at --dedup {threshold}"
-    raise ValueError(f"{missed}: set --permutations 128 or more")
+    raise ValueError(
+        f"--permutations {permutations} find no {RECALL:.0%} of the pairs at --dedup {threshold}"
+        ": set --permutations 128 or more"
+    )

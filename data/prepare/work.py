@@ -240,9 +240,10 @@ def run(
             )
             or "signal 15"
         )
-        fix = "if memory ran out (signal 9), the same command with fewer --workers resumes from here"
         raise PreparationFailed(
-            f"a worker process ended with {how}; {fix}", exit_code=1
+            f"a worker process ended with {how}; "
+            "if memory ran out (signal 9), the same command with fewer --workers resumes from here",
+            exit_code=1,
         ) from None
     finally:  # nothing waits for the work of a run that ends early
         pool.shutdown(wait=False, cancel_futures=True)

@@ -88,8 +88,10 @@ class BertFields(Fields):
         in_b = int(types.sum())
         padding = len(sample["tokens"]) - length
         most = len(sample["positions"])
-        places = f"{counted(length, 'token')} ({length - in_b} in A, {in_b} in B), {padding} of padding"
-        lines = [f"{places}; {predicted} predicted of at most {most}"]
+        lines = [
+            f"{counted(length, 'token')} ({length - in_b} in A, {in_b} in B), {padding} of padding"
+            f"; {predicted} predicted of at most {most}"
+        ]
         if sentence_head != "none":
             label = int(sample["sentence_labels"])
             lines.append(

@@ -264,8 +264,10 @@ class StreamedSamples:
                 self._next[number] = self._item(self._saved_at, number)
             elif self._item(self._saved_at, number):
                 missing = f"the checkpoint does not say where lane {number} of {self.lanes} stood"
-                reading = "reading its files from the start, which is right and slow"
-                self.say(f"{self.source.name}: {missing}; {reading}")
+                self.say(
+                    f"{self.source.name}: {missing}; "
+                    "reading its files from the start, which is right and slow"
+                )
         if self._next[number] > item:
             self._open[number] = self.open_lane(number)
             self._next[number] = 0
@@ -314,8 +316,10 @@ class StreamedSamples:
         if then != here:
             came = f"the checkpoint read {then['files']} files in {then['lane_count']} lanes, and now"
             rule = f"there are {here['files']} in {here['lane_count']}: the samples of a step would be others"
-            fix = "resume with the same files and batch.global"
-            raise ValueError(f"{self.source.name}: {came} {rule}; {fix}")
+            raise ValueError(
+                f"{self.source.name}: {came} {rule}; "
+                "resume with the same files and batch.global"
+            )
         self._forget()
         lanes = state.get("lanes")
         last = self.lanes - 1

@@ -108,9 +108,9 @@ def read_head(
     """
     data = recipe.data
     vocabulary = recipe.model.vocab_size
-    every = f"every {data.validation_every}th document"
     say(
-        f"{source.name}: streaming; holding out its first {wanted:,} validation samples, {every}"
+        f"{source.name}: streaming; holding out its first {wanted:,} validation samples, "
+        f"every {data.validation_every}th document"
     )
     splits: tuple[Part, ...] = (
         ("validation", "test") if data.test_every else ("validation",)

@@ -109,8 +109,10 @@ def _each_once(path: Path, listed: list[FoundFile], say: Say) -> list[FoundFile]
         if copied or kept.setdefault(file.version, file).path != file.path:
             others.append(name)
     if others:
-        told = "passed over, as other names or copies of files in it"
-        say(f"{path}: {some(others, 3)}: {told}")
+        say(
+            f"{path}: {some(others, 3)}: "
+            "passed over, as other names or copies of files in it"
+        )
     return [*kept.values()]
 
 

@@ -218,8 +218,11 @@ def decode_payload(raw: AnyRecord) -> str | BrokenRecord:
                 f"{error.reason} at byte {error.start} of the record",
             )
     if "\0" in text:
-        where = f"the first at character {text.index(chr(0))}"
-        return unusable_record(raw, "NUL bytes", f"{text.count(chr(0))}, {where}")
+        return unusable_record(
+            raw,
+            "NUL bytes",
+            f"{text.count(chr(0))}, the first at character {text.index(chr(0))}",
+        )
     return text.removeprefix("\ufeff")
 
 

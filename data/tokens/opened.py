@@ -235,10 +235,10 @@ def ready_made_store(
     facts = _reported(prefix.parent / REPORT)
     stated = {key: facts[key] for key in ("documents", "tokens") if key in facts}
     if stated != {key: getattr(store, key) for key in stated}:
-        has = f"has {store.documents} documents and {store.tokens} tokens, and {REPORT} says {stated}"
         raise _refused(
             origin,
-            f"{has}: they do not belong together",
+            f"has {store.documents} documents and {store.tokens} tokens, and {REPORT} says {stated}"
+            ": they do not belong together",
             "copy the whole directory again",
         )
     _check_digest(kind, origin, facts, tokenizer)

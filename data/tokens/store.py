@@ -91,8 +91,10 @@ def read_header(path: Path) -> Header:
     )
     if size not in ends[2:]:
         what = f"{sequences} sequences and {entries} document entries"
-        promised = f"its header promises {ends[2]} (or {ends[3]} with modes): {what}"
-        raise DamagedFile(f"{path} has {size} bytes where {promised}")
+        raise DamagedFile(
+            f"{path} has {size} bytes where "
+            f"its header promises {ends[2]} (or {ends[3]} with modes): {what}"
+        )
     return Header(np.dtype(DTYPES[code]), sequences, ends)
 
 
@@ -122,9 +124,9 @@ def _check_sequences(
         wrong = np.flatnonzero(begins != expected)
         if wrong.size:
             first = wrong[0]
-            rule = f"and the sizes of those before it say {expected[first]}"
             raise DamagedFile(
-                f"{path}: sequence {start + first} begins at byte {begins[first]}, {rule}"
+                f"{path}: sequence {start + first} begins at byte {begins[first]}, "
+                f"and the sizes of those before it say {expected[first]}"
             )
         tokens = int(ends[-1])
     return tokens
@@ -133,17 +135,19 @@ def _check_sequences(
 def _check_documents(path: Path, documents: np.ndarray, sequences: int) -> None:
     if len(documents) == 0 or documents[0] != 0 or documents[-1] != sequences:
         ends = f"from {documents[0]} to {documents[-1]}" if len(documents) else "empty"
-        rule = f"it must lead from 0 to the number of sequences, {sequences}"
-        raise DamagedFile(f"{path}: the document index is {ends}: {rule}")
+        raise DamagedFile(
+            f"{path}: the document index is {ends}: "
+            f"it must lead from 0 to the number of sequences, {sequences}"
+        )
     last = 0
     for start, part in _blocks(documents):
         before = np.concatenate([[last], part[:-1]])
         wrong = np.flatnonzero(part < before)
         if wrong.size:
             first = wrong[0]
-            entry = f"{part[first]}, below the {before[first]} before it"
             raise DamagedFile(
-                f"{path}: entry {start + first} of the document index is {entry}"
+                f"{path}: entry {start + first} of the document index is "
+                f"{part[first]}, below the {before[first]} before it"
             )
         last = int(part[-1])
 
@@ -265,8 +269,10 @@ def open_store(prefix: Path) -> Store:
     promised = tokens * dtype.itemsize
     if size != promised:
         why = f"{path.name} promises {promised} ({tokens} tokens of {dtype.itemsize})"
-        rule = "one of the two is truncated or belongs to another store"
-        raise DamagedFile(f"{bin_path(prefix)} has {size} bytes where {why}: {rule}")
+        raise DamagedFile(
+            f"{bin_path(prefix)} has {size} bytes where {why}: "
+            "one of the two is truncated or belongs to another store"
+        )
     return Store(
         prefix, dtype, _mapped(bin_path(prefix)).view(dtype), sizes, pointers, documents
     )

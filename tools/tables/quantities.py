@@ -431,9 +431,12 @@ def time_over_micro_batches(row: CheckedRow) -> Checks:
             slowest = other
             least = seconds
     if slowest:
-        than = f"as {slowest.name} took for micro-batch {slowest.micro}"
         yield row.compare(
-            "time", row.text_of(TIME) or own, f"at most {least:g} s, {than}", None
+            "time",
+            row.text_of(TIME) or own,
+            f"at most {least:g} s, "
+            f"as {slowest.name} took for micro-batch {slowest.micro}",
+            None,
         )
 
 
@@ -505,12 +508,11 @@ def memory(row: CheckedRow) -> Checks:
     if larger:
         other = min(larger, key=lambda r: r.published.cached_gb or 0.0)
         least = other.published.cached_gb or 0.0
-        than = f"as {other.name} had for micro-batch {other.micro}"
         how = "no more than a larger batch" if cached <= least else None
         yield row.compare(
             "cached, over micro-batches",
             f"{cached:g}",
-            f"at most {least:g} GB, {than}",
+            f"at most {least:g} GB, as {other.name} had for micro-batch {other.micro}",
             how,
         )
 
