@@ -45,9 +45,13 @@ def main() -> None:
     published = [*cases.of_published_tables(), *csv_cases.read()]
     if args.refit:
         fitting.refit(published)
-    validated = validation.validate(published)
-    width = terminal.columns()
-    print(validation.describe(validated, verbose=args.verbose, width=width))
+    print(
+        validation.describe(
+            validation.validate(published),
+            verbose=args.verbose,
+            width=terminal.columns(),
+        )
+    )
 
 
 if __name__ == "__main__":

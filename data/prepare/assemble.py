@@ -126,11 +126,13 @@ def write(
                 for k in np.flatnonzero(~keep).tolist():
                     reason = EXACT if duplicates.exact[start + k] else NEAR
                     deduplicated.drop(reason, int(chunk.sizes[k]))
-                    place = _place(index, start + k)
-                    original = _place(index, int(duplicates.of[start + k]))
-                    jaccard = round(float(duplicates.jaccard[start + k]), 4)
                     dropped.append(
-                        json_line(**place, reason=reason, of=original, jaccard=jaccard)
+                        json_line(
+                            **_place(index, start + k),
+                            reason=reason,
+                            of=_place(index, int(duplicates.of[start + k])),
+                            jaccard=round(float(duplicates.jaccard[start + k]), 4),
+                        )
                     )
                 if dropped:
                     append(f"{REJECTED}/deduplicate.jsonl", b"".join(dropped))

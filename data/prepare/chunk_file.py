@@ -187,8 +187,9 @@ def read_arrays(
 
 def read_head(directory: Path, number: int, origin: str) -> ChunkHead:
     """Read the head of a chunk; raises as `read_arrays`, also for one of another preparation."""
-    fields = read_arrays(directory, number, ["head"])
-    head = _HEAD.validate_json(fields["head"].tobytes())
+    head = _HEAD.validate_json(
+        read_arrays(directory, number, ["head"])["head"].tobytes()
+    )
     if head.origin != origin:
         path = path_of(directory, number)
         raise DamagedChunk(path, f"{path} is of another preparation, or of other input")

@@ -80,8 +80,9 @@ def find_duplicates(
     exact = of < np.arange(len(digests))
     of[~exact] = -1
     jaccard = exact.astype(np.float32)
-    meetings = _meetings(marks, bands, ~exact, step)
-    candidates = _drop_in_order(meetings, marks, sets, threshold, of, jaccard, step)
+    candidates = _drop_in_order(
+        _meetings(marks, bands, ~exact, step), marks, sets, threshold, of, jaccard, step
+    )
     # A copy of a dropped document repeats the original of that one, which is no copy.
     copies = np.flatnonzero(exact & (of[of] >= 0))
     of[copies] = of[of[copies]]

@@ -101,7 +101,6 @@ class Inputs:
 
         Raises ProblemsError: none of these files has a text.
         """
-        own = self._settings.origin.source
         warnings = list[str]()
         refused = list[Problem]()
         splits = splits_of(self._local) if self._local else {}
@@ -112,7 +111,7 @@ class Inputs:
             if problem:
                 refused.append(Problem("data.name", *problem))
                 continue
-            if own == "text" and (likely := looks_like(path)):
+            if self._settings.origin.source == "text" and (likely := looks_like(path)):
                 fitting = SOURCES.get(likely)
                 way = f"give --source {fitting}" if fitting else way_from(likely)
                 warnings.append(

@@ -159,8 +159,9 @@ def assemble_result(
     try:
         work.tally = Tally()
         for number in range(work.chunks):
-            head = chunk_file.read_head(plan.directory, number, plan.origin)
-            work.tally.add(head.tally)
+            work.tally.add(
+                chunk_file.read_head(plan.directory, number, plan.origin).tally
+            )
         check_broken(work.tally, plan.settings.max_broken, space.chunks, work.chunks)
         work.inputs.check_unchanged()
         result = space.new_result()
@@ -180,8 +181,9 @@ def assemble_result(
             f", {why}: give a vocabulary of the text's language"
         )
     save_tokenizer(vocabulary, result / space.tokenizer.name)
-    digest = vocabulary_digest(vocabulary)
-    whole = describe(work, space, manifest, warnings, store, dedup, digest)
+    whole = describe(
+        work, space, manifest, warnings, store, dedup, vocabulary_digest(vocabulary)
+    )
     as_json = json.dumps(whole, indent=1, ensure_ascii=False) + "\n"
     for name, text in ((REPORT, as_json), ("report.txt", report.as_text(whole))):
         (result / name).write_text(text, encoding="utf-8", errors="replace")

@@ -96,8 +96,11 @@ def _head(report: dict[str, Any]) -> list[str]:
     wall += f"{run['mb_per_second']:.2f} MB/s, peak memory {run['peak_mb']:,} MB"
     if run["chunks_found"]:
         wall += f" (continued: {run['chunks_found']} of {counted(run['chunks'], 'chunk')} were there)"
-    prepared = f"prepared {counted(store['documents'], 'document')}, {counted(store['tokens'], 'token')}"
-    return [prepared, wall, *(f"WARNING: {warning}" for warning in report["warnings"])]
+    return [
+        f"prepared {counted(store['documents'], 'document')}, {counted(store['tokens'], 'token')}",
+        wall,
+        *(f"WARNING: {warning}" for warning in report["warnings"]),
+    ]
 
 
 def _steps(report: dict[str, Any]) -> list[str]:

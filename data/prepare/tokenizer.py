@@ -84,8 +84,12 @@ def training_texts(settings: Settings, inputs: Inputs) -> Iterator[str]:
         came = (
             f"--language {settings.language} with --tokenizer {settings.tokenizer.kind}"
         )
-        fix = "give the language of the text, or none to keep all"
-        raise ProblemsError.of("--language", came, f"nothing to train on: {why}", fix)
+        raise ProblemsError.of(
+            "--language",
+            came,
+            f"nothing to train on: {why}",
+            "give the language of the text, or none to keep all",
+        )
 
 
 def _make(settings: Settings, inputs: Inputs, say: Say) -> PreTrainedTokenizerFast:

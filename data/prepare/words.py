@@ -156,8 +156,7 @@ def signatures(
     # Half of each hash: of two sets of 10^5 shingles, about two are then taken for equal.
     halves = hashes.astype(np.uint32)
     sets = [np.unique(halves[a:b]) for a, b in pairwise(offsets)]
-    marks = np.array(digests.to_rows(), np.uint32).reshape(-1, permutations)
-    return marks, sets
+    return np.array(digests.to_rows(), np.uint32).reshape(-1, permutations), sets
 
 
 @dataclass(frozen=True)

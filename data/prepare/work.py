@@ -70,8 +70,9 @@ class Worker:
         )
         before = self._spent
         self._spent = time.process_time()
-        seconds = self._spent - before
-        return Answer(finished.tally, chunk.progress, peak_memory(), seconds)
+        return Answer(
+            finished.tally, chunk.progress, peak_memory(), self._spent - before
+        )
 
     def _finish(self, chunk: Chunk) -> chunk_file.FinishedChunk:
         plan = self._plan
@@ -89,8 +90,11 @@ class Worker:
             started = time.process_time()
             step.enter(len(documents), documents.bytes)
             kind = "broken" if name == "read" else name
-            log = steps.StepLog(step, rejected.setdefault(kind, []))
-            documents = change(documents, log, *arguments)
+            documents = change(
+                documents,
+                steps.StepLog(step, rejected.setdefault(kind, [])),
+                *arguments,
+            )
             step.leave(len(documents), documents.bytes)
             step.seconds += time.process_time() - started
 
@@ -118,8 +122,9 @@ class Worker:
             "sequences": [len(sequences) for sequences in documents.tokens],
             "lengths": [len(sequence) for sequence in flat],
         }
-        dtype = token_dtype(plan.vocab_size)
-        tokens = np.concatenate([np.empty(0, np.uint32), *flat]).astype(dtype)
+        tokens = np.concatenate([np.empty(0, np.uint32), *flat]).astype(
+            token_dtype(plan.vocab_size)
+        )
         articles = b""
         if settings.write_articles:
             articles = steps.article_lines(documents, documents.texts)

@@ -123,8 +123,9 @@ def describe(
     if validation.excluded:
         excluded = ["shown, and not compared:"]
         for case, why in validation.excluded:
-            said = f"  {case.table}/{case.name}: {why}"
-            excluded.append(wrapped(said, width, hang=4))
+            excluded.append(
+                wrapped(f"  {case.table}/{case.name}: {why}", width, hang=4)
+            )
         sections.append("\n".join(excluded))
     sections.append(wrapped(_systems(validation.cases), width))
     if validation.unfitted:
@@ -207,5 +208,9 @@ def _rows(compared: Sequence[Ratio], unit: float, width: int | None) -> str:
         names = case.document, case.name, case.step[0].software.name
         numbers = f"{ours:.4g}", f"{theirs:.4g}", f"{ours / theirs:.2f}"
         lines.append([*names, *numbers])
-    headings = ["document", "row", "as run by", "predicted", "published", "ratio"]
-    return table(lines, headings, "lllrrr", width)
+    return table(
+        lines,
+        ["document", "row", "as run by", "predicted", "published", "ratio"],
+        "lllrrr",
+        width,
+    )
