@@ -284,21 +284,17 @@ class StreamedSamples:
 
     def state(self, position: int) -> dict[str, Any]:
         """Return the states of this rank's lanes before the sample at `position`, as JSON values."""
-        items = {
-            number: self._item(position, number)
-            for number in {*self._saved, *self._open}
-        }
         # A part of a blend may not have been read since the restart, nor a lane by a small step.
         lanes = {
             n: saved
             for n, saved in self._saved.items()
-            if items[n] == self._item(self._saved_at, n)
+            if self._item(position, n) == self._item(self._saved_at, n)
         }
         # Of a lane that other ranks have read on, the last of them knows the state.
         lanes |= {
             n: lane.state()
             for n, lane in self._open.items()
-            if self._next[n] == items[n]
+            if self._next[n] == self._item(position, n)
         }
         lanes_by_name = {str(number): lanes[number] for number in sorted(lanes)}
         return {"position": position, **self._shape(), "lanes": lanes_by_name}
