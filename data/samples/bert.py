@@ -327,9 +327,10 @@ class BertSamples(StoredSamples):
             " lower",
         )
         if not filled:
-            none = f"no text in {counted(len(documents), 'document')}"
             raise ProblemsError.of(
-                "data.name", none, fix=("give more, or ", *hold_out_more)
+                "data.name",
+                f"no text in {counted(len(documents), 'document')}",
+                fix=("give more, or ", *hold_out_more),
             )
         if filled < 2 and family.sentence_head == "nsp":
             came = (

@@ -56,8 +56,10 @@ class BlendedSamples:
         self._counts = largest_remainder(weights, BLOCK)
         if (self._counts == 0).any():
             smallest = int(np.argmin(weights))
-            smallest_part = f": part {smallest + 1} has weight {weights[smallest]} of {sum(weights)}"
-            came = (Key("data.blend"), smallest_part)
+            came = (
+                Key("data.blend"),
+                f": part {smallest + 1} has weight {weights[smallest]} of {sum(weights)}",
+            )
             rule = f"that is less than one sample in {BLOCK}"
             raise ProblemsError.of(
                 "data.blend", came, rule, "give it more weight or leave it out"
@@ -117,8 +119,11 @@ class BlendedSamples:
         ]
         before = self._before(state["position"])
         if places != before:
-            was = f"the checkpoint read a blend of {len(states)} parts, at {str(places)[:100]}, and "
-            came = (was, Key("data.blend"), f" has {len(self._parts)}, at {before}")
+            came = (
+                f"the checkpoint read a blend of {len(states)} parts, at {str(places)[:100]}, and ",
+                Key("data.blend"),
+                f" has {len(self._parts)}, at {before}",
+            )
             raise ProblemsError.of("data.blend", came, fix="resume with the same blend")
         for part, saved in zip(self._parts, states, strict=True):
             part.restore(saved)

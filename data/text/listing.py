@@ -151,5 +151,9 @@ def _tree(top: str) -> Iterator[str]:
 def _refuse(error: OSError) -> None:
     """Refuse a directory that cannot be listed: its text would be missing unsaid."""
     came = f"{error.filename}: cannot be listed"
-    fix = "make it readable, or name what is to be read by a glob"
-    raise ProblemsError.of("data.name", came, str(error.strerror), fix)
+    raise ProblemsError.of(
+        "data.name",
+        came,
+        str(error.strerror),
+        "make it readable, or name what is to be read by a glob",
+    )

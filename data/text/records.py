@@ -102,8 +102,12 @@ class FoundFile(NamedTuple):
             return
         came = f"{self.path}: was changed, replaced or removed while it was read"
         rule = "documents are numbered and held out by their places in the files"
-        fix = "put it back as it was, or begin anew with what is there now"
-        raise ProblemsError.of("data.name", came, rule, fix)
+        raise ProblemsError.of(
+            "data.name",
+            came,
+            rule,
+            "put it back as it was, or begin anew with what is there now",
+        )
 
 
 class RecordFormat:
@@ -189,10 +193,12 @@ def _another_type(path: Path, source: str) -> BrokenRecord | None:
 
 def damaged_rest(path: Path, number: int, error: BaseException | str) -> BrokenRecord:
     """Make a `BrokenRecord` for the unreadable rest of a file."""
-    detail = (
-        f"cannot be read to its end ({error}): it is cut off or damaged; fetch it again"
+    return broken_record(
+        path,
+        number,
+        "damaged file",
+        f"cannot be read to its end ({error}): it is cut off or damaged; fetch it again",
     )
-    return broken_record(path, number, "damaged file", detail)
 
 
 def oversized_record(
@@ -229,8 +235,11 @@ def decode_payload(raw: AnyRecord) -> str | BrokenRecord:
 def field_text(record: Any, column: str, raw: RawRecord) -> Parsed:
     """Return the text field of a parsed record, or report it as broken; None where it is empty."""
     if not isinstance(record, dict):
-        kind = f"a JSON {type(record).__name__} where an object with a text field is needed"
-        return unusable_record(raw, "no JSON object", kind)
+        return unusable_record(
+            raw,
+            "no JSON object",
+            f"a JSON {type(record).__name__} where an object with a text field is needed",
+        )
     if column not in record:
         return unusable_record(
             raw, f"no field {column!r}", choose_column(sorted(map(str, record))[:20])

@@ -282,8 +282,12 @@ def _add_tokens(
     for name in special:
         if backend.token_to_id(name) is None:
             rule = "the vocabulary has no such token"
-            fix = f"name one that it has, or number it in {_ADDED}"
-            files.refuse(folder, f"names {name!r} as a special token", rule, fix)
+            files.refuse(
+                folder,
+                f"names {name!r} as a special token",
+                rule,
+                f"name one that it has, or number it in {_ADDED}",
+            )
         _add(backend, AddedToken(name, special=True, normalized=False))
 
 

@@ -246,8 +246,11 @@ def ready_made_store(
     each = np.diff(store.document_index)
     if sequences == "sentences" and each.size and each.max() <= 1:
         rule = "every document of the store is one sequence, and a BERT's samples are made of sentences"
-        again = "prepare it with launch/prepare_data.py --samples bert (Megatron: --split-sentences)"
-        raise _refused(origin, rule, again)
+        raise _refused(
+            origin,
+            rule,
+            "prepare it with launch/prepare_data.py --samples bert (Megatron: --split-sentences)",
+        )
     checksum = checksum_of(store, directory, say)
     recorded = facts["crc32"] if isinstance(facts.get("crc32"), dict) else {}
     now = {half: f"{crc:08x}" for half, crc in checksum._asdict().items()}
@@ -264,8 +267,9 @@ def ready_made_store(
     if checksum.largest >= tokens:
         place = store.outside(tokens)
         token = store.tokens_array[place]
-        what = f"{origin.name}: token {token} at place {place:,}"
-        raise outside_vocabulary(what, tokens)
+        raise outside_vocabulary(
+            f"{origin.name}: token {token} at place {place:,}", tokens
+        )
     text_bytes = facts.get("text_bytes")
     if not isinstance(text_bytes, int):
         text_bytes = None
