@@ -93,6 +93,18 @@ def build(
     parts = _all_parts(
         recipe, family_of(recipe, tokenizer), sources, directory, say, once
     )
+    summary = {
+        "source": parts.summary["source"],
+        "vocabulary": recipe.data.tokenizer.kind,
+        "vocabulary_size": len(tokenizer),
+        "vocabulary_digest": vocabulary_digest(tokenizer),
+        **parts.summary,
+        "validation_samples": len(parts.validation),
+    }
+    if parts.test:
+        summary["test_samples"] = len(parts.test)
+    if any(isinstance(each, EndHeldOut) for each in sources):
+        summary["held_out"] = END
     return Corpus(
         tokenizer=tokenizer,
         train=parts.train,
@@ -102,20 +114,7 @@ def build(
         unigram_entropy=unigram_cross_entropy(
             parts.train_counts, parts.validation.labels
         ),
-        summary={
-            "source": parts.summary["source"],
-            "vocabulary": recipe.data.tokenizer.kind,
-            "vocabulary_size": len(tokenizer),
-            "vocabulary_digest": vocabulary_digest(tokenizer),
-            **parts.summary,
-            "validation_samples": len(parts.validation),
-            **({"test_samples": len(parts.test)} if parts.test else {}),
-            **(
-                {"held_out": END}
-                if any(isinstance(each, EndHeldOut) for each in sources)
-                else {}
-            ),
-        },
+        summary=summary,
         skipped=tuple(
             each.skipped
             for each in sources
@@ -159,7 +158,7 @@ def check_sources(recipe: Recipe, say: Say = quiet) -> list[str]:
                 data.tokenizer.kind, sequences_of(family), origin, size, tokenizer
             )
         elif tokenizer and origin.source not in ("packaged", "hub"):
-            source = open_source(origin, lambda line: None, SkippedRecords())
+            source = open_source(origin, quiet, SkippedRecords())
             share = unknown_share(tokenizer, source)
             if share:
                 unknown = tokenizer.unk_token
@@ -218,7 +217,7 @@ def _all_parts(
         else:
             from data.samples.streamed_splits import stream_parts
 
-            assert source is not None
+            assert source
             parts.append(
                 stream_parts(recipe, family, origin, source, max(count, 1), say, once)
             )
@@ -234,6 +233,6 @@ def unigram_cross_entropy(counts: np.ndarray, labels: np.ndarray) -> float:
         counts: (V,) occurrences in the training tokens.
         labels: any shape, token ids below V.
     """
-    frequencies = np.asarray(counts, dtype=np.float64) + 1.0
+    frequencies = np.asarray(counts, np.float64) + 1.0
     logarithms = np.log(frequencies) - np.log(frequencies.sum())
     return float(-logarithms[np.asarray(labels)].mean())

@@ -18,7 +18,6 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import chain
 from pathlib import Path
 from typing import BinaryIO, ClassVar, TypeVar
 
@@ -114,7 +113,7 @@ def left_by_a_crash(name: str) -> bool:
 
 
 @contextmanager
-def locked(path: Path, what: str, say: Callable[[str], None]) -> Iterator[bool]:
+def locked(path: Path, what: str, say: Say) -> Iterator[bool]:
     """Hold the lock file next to `path`; yield False where the file system has no locks.
 
     Without locks processes may make the same file twice; the renames make that harmless.
@@ -215,10 +214,9 @@ def cached(
             except DamagedFile as damage:
                 say(f"{what}: {damage}; making it again")
             if held:
-                for leftover in chain.from_iterable(
-                    directory.glob(f"{path.name}.*.tmp") for path in paths
-                ):
-                    leftover.unlink(missing_ok=True)
+                for path in paths:
+                    for leftover in directory.glob(f"{path.name}.*.tmp"):
+                        leftover.unlink(missing_ok=True)
             write()
             return read()
     except OSError as error:

@@ -18,7 +18,7 @@ def generator(seed: int, first: int, second: int) -> np.random.Generator:
 def random_bits(seed: int, numbers: np.ndarray, number: int) -> np.ndarray:
     """Return (N,) uint64 random bits, by SplitMix64 of the seed, each of `numbers` (N,), and `number`."""
     step = np.uint64(0x9E3779B97F4A7C15)
-    key = mix(np.array([seed % 2**64], dtype=np.uint64) + step)
+    key = mix(np.array([seed % 2**64], np.uint64) + step)
     return mix(
         (mix((key ^ numbers.astype(np.uint64)) + step) ^ np.uint64(number)) + step
     )

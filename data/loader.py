@@ -211,8 +211,10 @@ class StepBatches:
         position = self._sizes.samples(start_step)
         if start_state is not None:
             if start_state.get("position") != position:
-                wrong = f"data position {start_state.get('position')} is not that of step {start_step} with "
-                came = (wrong, Setting("batch.global", layout.global_batch))
+                came = (
+                    f"data position {start_state.get('position')} is not that of step {start_step} with ",
+                    Setting("batch.global", layout.global_batch),
+                )
                 fix = ("resume with the ", Key("batch.global"), " of the checkpoint")
                 raise ProblemsError.of("batch.global", came, fix=fix)
             self._samples.restore(start_state)

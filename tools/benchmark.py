@@ -6,7 +6,6 @@ python tools/benchmark.py step
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 if not __package__:
     import _clone_first  # noqa: F401
 
-from data.durable_files import write_atomically
+from data.durable_files import write_json
 from launch.console import arguments, ends, new_output, terminal
 from launch.machine import description
 from launch.ranks import ending
@@ -75,8 +74,7 @@ def measure(args: argparse.Namespace) -> None:
     for row in args.module.rows(args, machine):
         rows.append(row)
         if args.out is not None:
-            text = json.dumps({**result, "rows": rows}, indent=1)
-            write_atomically(Path(args.out), f"{text}\n")
+            write_json(Path(args.out), {**result, "rows": rows})
     if rows:
         print(f"\n{table(rows, args.module.TABLE)}")
 

@@ -42,8 +42,9 @@ MARKS = {"agrees": "ok", "not checkable": "open", "computed": ""}
 
 def build_parser() -> argparse.ArgumentParser:
     parser = arguments.command(ABOUT, EXAMPLES)
-    tables = "only these published tables"
-    parser.add_argument("tables", nargs="*", metavar="TABLE", help=tables)
+    parser.add_argument(
+        "tables", nargs="*", metavar="TABLE", help="only these published tables"
+    )
     parser.add_argument("--verbose", action="store_true", help="list every check")
     return parser
 
@@ -136,8 +137,9 @@ def _errata(report: VerificationReport) -> str:
     for number, (erratum, checks) in enumerate(report.errata, 1):
         alike: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
         for check in checks:
-            row = check.subject.removeprefix(f"{check.table}/")
-            alike[check.difference][check.table].append(row)
+            alike[check.difference][check.table].append(
+                check.subject.removeprefix(f"{check.table}/")
+            )
         lines = [_line(f"{number}. {erratum.text}", "")]
         for difference, tables in alike.items():
             lines.append(_line(difference, "   "))

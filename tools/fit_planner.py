@@ -11,7 +11,7 @@ if not __package__:
     import _clone_first  # noqa: F401
 
 from launch.console import arguments, ends, terminal
-from tools.planner import csv_cases, fitting, validation
+from tools.planner import cases, csv_cases, fitting, validation
 
 ABOUT = """\
 Predict every published row that tells a time, a memory or that memory ran out, and print how far off the
@@ -42,12 +42,16 @@ def build_parser() -> argparse.ArgumentParser:
 def main() -> None:
     """Predict the rows, or fit the constants again. Raises ProblemsError."""
     args = build_parser().parse_args()
-    cases = csv_cases.published_cases()
+    published = [*cases.of_published_tables(), *csv_cases.read()]
     if args.refit:
-        fitting.refit(cases)
-    validated = validation.validate(cases)
-    width = terminal.columns()
-    print(validation.describe(validated, verbose=args.verbose, width=width))
+        fitting.refit(published)
+    print(
+        validation.describe(
+            validation.validate(published),
+            verbose=args.verbose,
+            width=terminal.columns(),
+        )
+    )
 
 
 if __name__ == "__main__":

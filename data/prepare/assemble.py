@@ -99,9 +99,9 @@ def write(
         for number, (start, end) in enumerate(pairwise(index.starts)):
             chunk = chunk_file.read(index.chunks, number)
             keep = (
-                np.ones(len(chunk), dtype=bool)
-                if duplicates is None
-                else duplicates.of[start:end] < 0
+                duplicates.of[start:end] < 0
+                if duplicates
+                else np.ones(len(chunk), bool)
             )
             left = int(keep.sum()), int(chunk.sizes[keep].sum())
             sequences = np.repeat(keep, chunk.sequences)
@@ -118,7 +118,7 @@ def write(
                     append(name, b"".join(compress(lines.splitlines(True), keep)))
             for rejected, lines in chunk.rejected.items():
                 append(f"{REJECTED}/{rejected}.jsonl", lines)
-            if duplicates is not None:
+            if duplicates:
                 deduplicated = tally.step("deduplicate")
                 deduplicated.enter(len(chunk), int(chunk.sizes.sum()))
                 deduplicated.leave(*left)
@@ -126,11 +126,13 @@ def write(
                 for k in np.flatnonzero(~keep).tolist():
                     reason = EXACT if duplicates.exact[start + k] else NEAR
                     deduplicated.drop(reason, int(chunk.sizes[k]))
-                    place = _place(index, start + k)
-                    original = _place(index, int(duplicates.of[start + k]))
-                    jaccard = round(float(duplicates.jaccard[start + k]), 4)
                     dropped.append(
-                        json_line(**place, reason=reason, of=original, jaccard=jaccard)
+                        json_line(
+                            **_place(index, start + k),
+                            reason=reason,
+                            of=_place(index, int(duplicates.of[start + k])),
+                            jaccard=round(float(duplicates.jaccard[start + k]), 4),
+                        )
                     )
                 if dropped:
                     append(f"{REJECTED}/deduplicate.jsonl", b"".join(dropped))
@@ -138,7 +140,7 @@ def write(
             written.enter(*left)
             written.leave(*left)
             step(number + 1)
-    assert writer.checksum is not None
+    assert writer.checksum
     counts = {
         name: getattr(writer, name) for name in ("documents", "sequences", "tokens")
     }

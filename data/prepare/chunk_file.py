@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from data import durable_files
 from data.durable_files import DamagedFile
@@ -74,7 +75,7 @@ class Tally(dict[str, ChunkStep]):
     def step(self, name: str) -> ChunkStep:
         return self.setdefault(name, ChunkStep())
 
-    def add(self, other: Tally) -> None:
+    def add(self, other: Mapping[str, ChunkStep]) -> None:
         for name, step in other.items():
             self.step(name).add(step)
 
@@ -132,7 +133,10 @@ class ChunkHead:
     number: int
     origin: str
     end: Cursor
-    tally: Tally
+    tally: dict[str, ChunkStep]
+
+
+_HEAD = TypeAdapter(ChunkHead)
 
 
 def commit(directory: Path, number: int, origin: str, finished: FinishedChunk) -> None:
@@ -142,7 +146,7 @@ def commit(directory: Path, number: int, origin: str, finished: FinishedChunk) -
     }
     del fields["rejected"]
     head = ChunkHead(number, origin, fields.pop("end"), fields.pop("tally"))
-    fields["head"] = json.dumps(asdict(head)).encode()
+    fields["head"] = _HEAD.dump_json(head)
     path = path_of(directory, number)
     path.parent.mkdir(exist_ok=True)
     with durable_files.replacing(path) as file:
@@ -165,7 +169,7 @@ def read_arrays(
     path = path_of(directory, number)
     try:
         with np.load(path) as file:  # checksums are compared as arrays are read
-            held = _head(file["head"]).number
+            held = _HEAD.validate_json(file["head"].tobytes()).number
             if held != number:
                 raise ValueError(f"it holds chunk {held}")
             return {name: file[name] for name in names or file.files}
@@ -183,7 +187,9 @@ def read_arrays(
 
 def read_head(directory: Path, number: int, origin: str) -> ChunkHead:
     """Read the head of a chunk; raises as `read_arrays`, also for one of another preparation."""
-    head = _head(read_arrays(directory, number, ["head"])["head"])
+    head = _HEAD.validate_json(
+        read_arrays(directory, number, ["head"])["head"].tobytes()
+    )
     if head.origin != origin:
         path = path_of(directory, number)
         raise DamagedChunk(path, f"{path} is of another preparation, or of other input")
@@ -193,19 +199,13 @@ def read_head(directory: Path, number: int, origin: str) -> ChunkHead:
 def read(directory: Path, number: int) -> FinishedChunk:
     """Read the whole chunk; raises as `read_arrays`."""
     fields = read_arrays(directory, number)
-    head = _head(fields.pop("head"))
+    head = _HEAD.validate_json(fields.pop("head").tobytes())
     fields |= {name: fields[name].tobytes() for name in ("articles", "sentences")}
     steps = [name for name in fields if name.startswith(_REJECTED)]
     rejected = {
         name.removeprefix(_REJECTED): fields.pop(name).tobytes() for name in steps
     }
-    return FinishedChunk(head.end, head.tally, rejected, **fields)
-
-
-def _head(array: np.ndarray) -> ChunkHead:
-    head = json.loads(array.tobytes())
-    tally = Tally({name: ChunkStep(**step) for name, step in head["tally"].items()})
-    return ChunkHead(head["number"], head["origin"], Cursor(**head["end"]), tally)
+    return FinishedChunk(head.end, Tally(head.tally), rejected, **fields)
 
 
 def json_line(**fields: object) -> bytes:

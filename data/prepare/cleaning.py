@@ -44,8 +44,12 @@ def check_code(code: str) -> None:
     known = {label.removeprefix("__label__") for label in labels}
     if code not in known:
         rule = f"it is none of the {len(known)} codes that can be told apart"
-        fix = "give one such as en, de, fr or zh, or none to keep all languages"
-        raise ProblemsError.of("--language", f"--language {code!r}", rule, fix)
+        raise ProblemsError.of(
+            "--language",
+            f"--language {code!r}",
+            rule,
+            "give one such as en, de, fr or zh, or none to keep all languages",
+        )
 
 
 def _model() -> Any:

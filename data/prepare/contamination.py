@@ -82,14 +82,14 @@ def read_evaluation(paths: Sequence[str], n: int, repaired: bool = True) -> Eval
             )
             hashes.append(ngrams)
             found += ngrams.size
-            file.append(np.full(len(ngrams), number, dtype=np.int32))
+            file.append(np.full(len(ngrams), number, np.int32))
         if not found:
-            fix = "leave it out, or give a smaller --ngram"
             raise ValueError(
-                f"--decontaminate {path}: no text in it has {n} words: {fix}"
+                f"--decontaminate {path}: no text in it has {n} words: "
+                "leave it out, or give a smaller --ngram"
             )
     distinct, where = np.unique(np.concatenate(hashes), return_index=True)
-    table = np.zeros(1 << _FILTER_BITS, dtype=bool)
+    table = np.zeros(1 << _FILTER_BITS, bool)
     table[distinct >> np.uint64(64 - _FILTER_BITS)] = True
     files = np.concatenate(file)[where]
     return Evaluation(

@@ -80,8 +80,9 @@ def find_duplicates(
     exact = of < np.arange(len(digests))
     of[~exact] = -1
     jaccard = exact.astype(np.float32)
-    meetings = _meetings(marks, bands, ~exact, step)
-    candidates = _drop_in_order(meetings, marks, sets, threshold, of, jaccard, step)
+    candidates = _drop_in_order(
+        _meetings(marks, bands, ~exact, step), marks, sets, threshold, of, jaccard, step
+    )
     # A copy of a dropped document repeats the original of that one, which is no copy.
     copies = np.flatnonzero(exact & (of[of] >= 0))
     of[copies] = of[of[copies]]
@@ -90,10 +91,10 @@ def find_duplicates(
 
 def band_hashes(marks: np.ndarray, band: int, rows: int) -> np.ndarray:
     """Hash each signature's entries band * rows to band * rows + rows - 1, as (n,) uint64."""
-    hashes = np.empty(len(marks), dtype=np.uint64)
+    hashes = np.empty(len(marks), np.uint64)
     for start in range(0, len(marks), _ROWS_AT_ONCE):
         block = marks[start : start + _ROWS_AT_ONCE, band * rows : (band + 1) * rows]
-        value = np.full(len(block), band + 1, dtype=np.uint64)
+        value = np.full(len(block), band + 1, np.uint64)
         for row in range(rows):
             value = mix(value + block[:, row])
         hashes[start : start + _ROWS_AT_ONCE] = value
@@ -117,7 +118,7 @@ def _meetings(
     step: Callable[[float], None],
 ) -> _Meetings:
     columns = []  # per band: documents that share a bucket, and its number
-    meets = np.zeros(len(marks), dtype=bool)
+    meets = np.zeros(len(marks), bool)
     count = 0
     for band in range(bands.count):
         members, numbers = _shared_buckets(
@@ -128,7 +129,7 @@ def _meetings(
         meets[members] = True
         step(50 * (band + 1) / bands.count)
     documents = np.flatnonzero(meets)
-    buckets = np.full((len(documents), bands.count), -1, dtype=np.int32)
+    buckets = np.full((len(documents), bands.count), -1, np.int32)
     for band, (members, numbers) in enumerate(columns):
         buckets[np.searchsorted(documents, members), band] = numbers
     return _Meetings(documents, buckets, count)

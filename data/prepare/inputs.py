@@ -89,10 +89,7 @@ class Inputs:
         self._local = [] if self._hub else self.files
         self.paths = [file.path for file in self.files]
         times = Counter(file.version or file.path for file in self.files)
-        repeated = set[str]()
-        for file in self.files:
-            if times[file.version or file.path] > 1:
-                repeated.add(str(file.path))
+        repeated = {str(f.path) for f in self.files if times[f.version or f.path] > 1}
         if repeated:
             told = some(sorted(repeated))
             raise ValueError(
@@ -104,7 +101,6 @@ class Inputs:
 
         Raises ProblemsError: none of these files has a text.
         """
-        own = self._settings.origin.source
         warnings = list[str]()
         refused = list[Problem]()
         splits = splits_of(self._local) if self._local else {}
@@ -115,7 +111,7 @@ class Inputs:
             if problem:
                 refused.append(Problem("data.name", *problem))
                 continue
-            if own == "text" and (likely := looks_like(path)):
+            if self._settings.origin.source == "text" and (likely := looks_like(path)):
                 fitting = SOURCES.get(likely)
                 way = f"give --source {fitting}" if fitting else way_from(likely)
                 warnings.append(

@@ -83,9 +83,7 @@ def prepare(
         check_code(settings.language)
     inputs = Inputs(settings, screen.say)
     bands = (
-        choose_bands(settings.permutations, settings.dedup)
-        if settings.dedup is not None
-        else None
+        choose_bands(settings.permutations, settings.dedup) if settings.dedup else None
     )
     sets = settings.decontaminate
     evaluation = (
@@ -161,24 +159,31 @@ def assemble_result(
     try:
         work.tally = Tally()
         for number in range(work.chunks):
-            head = chunk_file.read_head(plan.directory, number, plan.origin)
-            work.tally.add(head.tally)
+            work.tally.add(
+                chunk_file.read_head(plan.directory, number, plan.origin).tally
+            )
         check_broken(work.tally, plan.settings.max_broken, space.chunks, work.chunks)
         work.inputs.check_unchanged()
         result = space.new_result()
         store, dedup = finish(work, space, unknown)
     except chunk_file.DamagedChunk as damage:
         damage.path.unlink(missing_ok=True)
-        again = "it is removed, and the same command makes it again and resumes the other work"
-        raise PreparationFailed(f"{damage}: {again}", exit_code=1) from damage
+        raise PreparationFailed(
+            f"{damage}: "
+            "it is removed, and the same command makes it again and resumes the other work",
+            exit_code=1,
+        ) from damage
     share = store["unknown_tokens"] / store["tokens"]
     if share > MOST_UNKNOWN:
-        came = f"{share:.1%} of the tokens are {vocabulary.unk_token}"
         why = "characters that the vocabulary lacks, or words of more than 100"
-        warnings.append(f"{came}, {why}: give a vocabulary of the text's language")
+        warnings.append(
+            f"{share:.1%} of the tokens are {vocabulary.unk_token}"
+            f", {why}: give a vocabulary of the text's language"
+        )
     save_tokenizer(vocabulary, result / space.tokenizer.name)
-    digest = vocabulary_digest(vocabulary)
-    whole = describe(work, space, manifest, warnings, store, dedup, digest)
+    whole = describe(
+        work, space, manifest, warnings, store, dedup, vocabulary_digest(vocabulary)
+    )
     as_json = json.dumps(whole, indent=1, ensure_ascii=False) + "\n"
     for name, text in ((REPORT, as_json), ("report.txt", report.as_text(whole))):
         (result / name).write_text(text, encoding="utf-8", errors="replace")
@@ -236,7 +241,7 @@ class ChunkWork:
 
     def _past_finished(self, start: Cursor) -> Cursor:
         """Count the finished chunks from here on; return the end of the last of them."""
-        while (end := self._end_of(self.chunks)) is not None:
+        while end := self._end_of(self.chunks):
             start = end
             self.chunks += 1
         return start
@@ -245,7 +250,7 @@ class ChunkWork:
         """Yield what is neither finished nor claimed; files between finished chunks are not opened."""
         start = self._past_finished(Cursor())
         chunks = self.inputs.chunks(start, self.chunks)
-        while (chunk := next(chunks, None)) is not None:
+        while chunk := next(chunks, None):
             if chunk.number < self.chunks:
                 continue
             start = self._past_finished(start)
@@ -279,7 +284,7 @@ class ChunkWork:
         """Wait a moment for the chunks of other processes; make those of a process that has ended."""
         elsewhere = self._elsewhere
         for number in list(elsewhere):
-            if self._end_of(number) is not None:
+            if self._end_of(number):
                 del elsewhere[number]
         lost = [number for number in elsewhere if self.claims.take(str(number))]
         if lost:
@@ -296,9 +301,9 @@ def check_broken(tally: Tally, most: float, chunks: Path, count: int) -> None:
     broken = report.broken_summary(tally)
     if broken["share"] <= most:
         return
-    records = f"{broken['records']:,} of {tally.records:,} records are broken ({broken['share']:.2%})"
     lines = [
-        f"{records}, more than --max_broken {most} ({most:.2%}); nothing is published"
+        f"{broken['records']:,} of {tally.records:,} records are broken ({broken['share']:.2%})"
+        f", more than --max_broken {most} ({most:.2%}); nothing is published"
     ]
     for kind, f in broken["reasons"].items():
         lines.append(f"  {kind}: {f['records']:,} ({f['share']:.2%})")
@@ -332,7 +337,7 @@ def finish(
     documents = index.starts[-1]
     duplicates = None
     dedup = None
-    if bands is not None and settings.dedup is not None:
+    if bands and settings.dedup:
         screen.phase("duplicates", 100, "%")
         started = time.perf_counter()
         duplicates = find_duplicates(
@@ -394,10 +399,10 @@ def describe(
     )
     # without a share: the number of records in the lost end of a file is unknown
     if lost:
-        lacking = (
+        warnings.append(
             f"{lost} input files are damaged or empty, and what they lack is not here"
+            f": see {assemble.REJECTED}/broken.jsonl"
         )
-        warnings.append(f"{lacking}: see {assemble.REJECTED}/broken.jsonl")
     size = {"vocab_size": plan.vocab_size}
     decontamination = evaluation and {
         "files": [

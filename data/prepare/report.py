@@ -36,8 +36,11 @@ def describe_inputs(files: Sequence[FoundFile], threads: int) -> list[dict[str, 
     def describe(file: FoundFile) -> dict[str, Any]:
         if not file.version:
             return {"name": str(file.path), "identified_by": "name"}
-        name = str(file.path.resolve())
-        facts = {"name": name, "bytes": file.size, "modified_ns": file.version[3]}
+        facts = {
+            "name": str(file.path.resolve()),
+            "bytes": file.size,
+            "modified_ns": file.version[3],
+        }
         return {**facts, "identified_by": "sha256", "sha256": file_digest(file.path)}
 
     with ThreadPoolExecutor(threads) as pool:  # hashing leaves the interpreter's lock
@@ -49,8 +52,10 @@ def describe_outputs(directory: Path) -> dict[str, dict[str, Any]]:
     outputs = {}
     for path in sorted(directory.rglob("*")):
         if path.is_file():
-            name = str(path.relative_to(directory))
-            outputs[name] = {"bytes": path.stat().st_size, "sha256": file_digest(path)}
+            outputs[str(path.relative_to(directory))] = {
+                "bytes": path.stat().st_size,
+                "sha256": file_digest(path),
+            }
     return outputs
 
 
@@ -63,8 +68,11 @@ def broken_summary(tally: Tally) -> dict[str, Any]:
     broken_bytes = 0
     for reason, (records, size) in sorted(step.dropped.items()):
         if reason.startswith(BROKEN):
-            facts = {"records": records, "bytes": size, "share": _share(records, total)}
-            reasons[reason.removeprefix(BROKEN)] = facts
+            reasons[reason.removeprefix(BROKEN)] = {
+                "records": records,
+                "bytes": size,
+                "share": _share(records, total),
+            }
             broken += records
             broken_bytes += size
     return {
@@ -88,8 +96,11 @@ def _head(report: dict[str, Any]) -> list[str]:
     wall += f"{run['mb_per_second']:.2f} MB/s, peak memory {run['peak_mb']:,} MB"
     if run["chunks_found"]:
         wall += f" (continued: {run['chunks_found']} of {counted(run['chunks'], 'chunk')} were there)"
-    prepared = f"prepared {counted(store['documents'], 'document')}, {counted(store['tokens'], 'token')}"
-    return [prepared, wall, *(f"WARNING: {warning}" for warning in report["warnings"])]
+    return [
+        f"prepared {counted(store['documents'], 'document')}, {counted(store['tokens'], 'token')}",
+        wall,
+        *(f"WARNING: {warning}" for warning in report["warnings"]),
+    ]
 
 
 def _steps(report: dict[str, Any]) -> list[str]:
@@ -146,9 +157,9 @@ def _store(report: dict[str, Any]) -> list[str]:
     sizes = ", ".join(
         f"{store[name]:,} {name}" for name in ("documents", "sequences", "tokens")
     )
-    made = f"{store['samples']}, {sizes} from {store['text_bytes'] / 1e6:,.2f} MB"
     lines = [
-        f"store       {store['prefix']}.bin, .idx: {made}",
+        f"store       {store['prefix']}.bin, .idx: "
+        f"{store['samples']}, {sizes} from {store['text_bytes'] / 1e6:,.2f} MB",
         f"            CRC-32 of .idx {store['crc32']['idx']}, of .bin {store['crc32']['bin']}",
         f"tokenizer   {tokenizer['kind']}, {tokenizer['vocab_size']:,} tokens, SHA-256 {tokenizer['digest']}",
         f"            {_share(store['unknown_tokens'], store['tokens']):.2%} of the tokens are unknown",
@@ -165,8 +176,9 @@ def _store(report: dict[str, Any]) -> list[str]:
     evaluation = report["decontamination"]
     if evaluation:
         few = f"{evaluation['texts_too_short']:,} have fewer than {evaluation['ngram']} words"
-        texts = f"{evaluation['texts']:,} texts; {few} and are not looked for"
-        lines.append(f"evaluation  {texts}")
+        lines.append(
+            f"evaluation  {evaluation['texts']:,} texts; {few} and are not looked for"
+        )
         lines += [
             f"            {file['name']} SHA-256 {file['sha256']}"
             for file in evaluation["files"]

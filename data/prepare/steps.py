@@ -67,8 +67,8 @@ class Documents:
         keep = []
         columns = (self.names, self.numbers, self.sizes, self.texts)
         for verdict, file, number, size, text in zip(verdicts, *columns, strict=True):
-            keep.append(verdict is None)
-            if verdict is not None:
+            keep.append(not verdict)
+            if verdict:
                 reason, detail = verdict
                 log.counts.drop(reason, size)
                 log.rejected.append(
@@ -134,11 +134,9 @@ def keep_language(
     def judge(language: str, score: float) -> Verdict:
         if language != wanted:
             return f"language is not {wanted}", f"{language} {score:.2f}"
-        return (
-            (f"language is {wanted} with a score below {least}", f"{score:.2f}")
-            if score < least
-            else None
-        )
+        if score < least:
+            return f"language is {wanted} with a score below {least}", f"{score:.2f}"
+        return None
 
     return documents.sift((judge(*detect(text)) for text in documents.texts), log)
 
@@ -168,11 +166,9 @@ def tokenize(
     def judge(length: int) -> Verdict:
         if length <= 0:
             return "no tokens", ""
-        return (
-            (f"fewer than {least} tokens", f"{length} tokens")
-            if length < least
-            else None
-        )
+        if length < least:
+            return f"fewer than {least} tokens", f"{length} tokens"
+        return None
 
     verdicts = [judge(sum(map(len, sequences)) - ends) for sequences in tokens]
     return replace(documents, tokens=tokens).sift(verdicts, log)
@@ -208,7 +204,7 @@ def digests(texts: Sequence[str]) -> np.ndarray:
         hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest()
         for text in texts
     ]
-    return np.frombuffer(b"".join(parts), dtype="<u8")
+    return np.frombuffer(b"".join(parts), "<u8")
 
 
 def article_lines(documents: Documents, texts: Iterable[str]) -> bytes:

@@ -37,10 +37,10 @@ def obtain(
         if settings.samples == "gpt":
             end_of_document(tokenizer)
         elif missing := missing_roles(tokenizer):
-            came = f"--samples bert with --tokenizer {settings.tokenizer.kind}: the vocabulary names no"
             fix = "give bert_uncased, bert_cased or trained_wordpiece, or name the tokens in a"
             raise ValueError(
-                f"{came} {', '.join(missing)}; {fix} tokenizer_config.json next to the file"
+                f"--samples bert with --tokenizer {settings.tokenizer.kind}: the vocabulary names no"
+                f" {', '.join(missing)}; {fix} tokenizer_config.json next to the file"
             )
         temporary = folder.with_name(f".{folder.name}.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
@@ -84,17 +84,23 @@ def training_texts(settings: Settings, inputs: Inputs) -> Iterator[str]:
         came = (
             f"--language {settings.language} with --tokenizer {settings.tokenizer.kind}"
         )
-        fix = "give the language of the text, or none to keep all"
-        raise ProblemsError.of("--language", came, f"nothing to train on: {why}", fix)
+        raise ProblemsError.of(
+            "--language",
+            came,
+            f"nothing to train on: {why}",
+            "give the language of the text, or none to keep all",
+        )
 
 
 def _make(settings: Settings, inputs: Inputs, say: Say) -> PreTrainedTokenizerFast:
     kind = settings.tokenizer.kind
     if kind not in TRAINED:
         return ready_made(settings.tokenizer)
-    assert settings.vocab_size is not None, "the settings demand a size"
-    first = f"the first {settings.vocabulary_mb} MB of text"
-    say(f"training a vocabulary of {settings.vocab_size} tokens ({kind}) on {first}")
+    assert settings.vocab_size, "the settings demand a size"
+    say(
+        f"training a vocabulary of {settings.vocab_size} tokens ({kind}) on "
+        f"the first {settings.vocabulary_mb} MB of text"
+    )
     train = train_wordpiece if kind == "trained_wordpiece" else train_bpe
     return wrap_tokenizer(
         kind, train(training_texts(settings, inputs), settings.vocab_size)

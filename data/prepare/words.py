@@ -32,7 +32,7 @@ _INVERSE = np.uint64(pow(int(_BASE), -1, 1 << 64))
 _SMALLEST_TABLE = 1 << 19
 # Quarters of a word that a character stands for; a run of letters is one word. 0: it ends a word.
 _WORD = 4
-_QUARTERS = np.full(0x110000, _WORD, dtype=np.uint8)
+_QUARTERS = np.full(0x110000, _WORD, np.uint8)
 for _begin, _end in (
     (0, 0x30),
     (0x3A, 0x41),
@@ -75,7 +75,7 @@ def words_of(texts: Sequence[str]) -> Words:
         unicodedata.normalize("NFKC", html.unescape(text)).lower() for text in texts
     ]
     codes = np.frombuffer(
-        "\n".join(["", *parts, ""]).encode("utf-32-le", "replace"), dtype="<u4"
+        "\n".join(["", *parts, ""]).encode("utf-32-le", "replace"), "<u4"
     )
     quarters = _QUARTERS[codes]
     letter = quarters == _WORD
@@ -121,7 +121,7 @@ def _hash_slices(
     """Hash each values[start:end] by a polynomial modulo 2**64, with one running sum: (W,) uint64."""
     size = max(_SMALLEST_TABLE, 1 << values.size.bit_length())
     powers = _powers(_BASE, size)[: values.size]
-    sums = np.zeros(values.size + 1, dtype=np.uint64)
+    sums = np.zeros(values.size + 1, np.uint64)
     np.cumsum(values * powers, out=sums[1:])
     # Dividing by _BASE**start makes the hash independent of the place.
     unplaced = (sums[ends] - sums[starts]) * _powers(_INVERSE, size)[starts]
@@ -131,7 +131,7 @@ def _hash_slices(
 @functools.lru_cache(maxsize=4)  # as costly as the rest of the hashing
 def _powers(base: np.uint64, count: int) -> np.ndarray:
     """Return base**0, base**1, ... modulo 2**64, (count,) uint64."""
-    factors = np.full(count, base, dtype=np.uint64)
+    factors = np.full(count, base, np.uint64)
     factors[0] = 1
     powers = np.cumprod(factors, dtype=np.uint64)
     powers.setflags(write=False)
@@ -156,8 +156,7 @@ def signatures(
     # Half of each hash: of two sets of 10^5 shingles, about two are then taken for equal.
     halves = hashes.astype(np.uint32)
     sets = [np.unique(halves[a:b]) for a, b in pairwise(offsets)]
-    marks = np.array(digests.to_rows(), dtype=np.uint32).reshape(-1, permutations)
-    return marks, sets
+    return np.array(digests.to_rows(), np.uint32).reshape(-1, permutations), sets
 
 
 @dataclass(frozen=True)
@@ -177,5 +176,7 @@ def choose_bands(permutations: int, threshold: float) -> Bands:
     for rows in range(permutations, 0, -1):
         if (bands := Bands(permutations // rows, rows)).probability(threshold) > RECALL:
             return bands
-    missed = f"--permutations {permutations} find no {RECALL:.0%} of the pairs at --dedup {threshold}"
-    raise ValueError(f"{missed}: set --permutations 128 or more")
+    raise ValueError(
+        f"--permutations {permutations} find no {RECALL:.0%} of the pairs at --dedup {threshold}"
+        ": set --permutations 128 or more"
+    )

@@ -70,8 +70,9 @@ class Worker:
         )
         before = self._spent
         self._spent = time.process_time()
-        seconds = self._spent - before
-        return Answer(finished.tally, chunk.progress, peak_memory(), seconds)
+        return Answer(
+            finished.tally, chunk.progress, peak_memory(), self._spent - before
+        )
 
     def _finish(self, chunk: Chunk) -> chunk_file.FinishedChunk:
         plan = self._plan
@@ -89,8 +90,11 @@ class Worker:
             started = time.process_time()
             step.enter(len(documents), documents.bytes)
             kind = "broken" if name == "read" else name
-            log = steps.StepLog(step, rejected.setdefault(kind, []))
-            documents = change(documents, log, *arguments)
+            documents = change(
+                documents,
+                steps.StepLog(step, rejected.setdefault(kind, [])),
+                *arguments,
+            )
             step.leave(len(documents), documents.bytes)
             step.seconds += time.process_time() - started
 
@@ -102,9 +106,9 @@ class Worker:
         if settings.samples == "bert" or settings.write_sentences:
             run("sentences", steps.split_sentences, settings.origin.sentences)
         run("tokenize", steps.tokenize, plan.encoder, settings)
-        if plan.evaluation is not None:
+        if plan.evaluation:
             run("decontaminate", steps.decontaminate, plan.evaluation)
-        if plan.bands is not None:
+        if plan.bands:
             run("signatures", steps.sign, settings)
         flat = [sequence for sequences in documents.tokens for sequence in sequences]
         columns = {
@@ -118,8 +122,9 @@ class Worker:
             "sequences": [len(sequences) for sequences in documents.tokens],
             "lengths": [len(sequence) for sequence in flat],
         }
-        dtype = token_dtype(plan.vocab_size)
-        tokens = np.concatenate([np.empty(0, np.uint32), *flat]).astype(dtype)
+        tokens = np.concatenate([np.empty(0, np.uint32), *flat]).astype(
+            token_dtype(plan.vocab_size)
+        )
         articles = b""
         if settings.write_articles:
             articles = steps.article_lines(documents, documents.texts)
@@ -162,7 +167,7 @@ def _end_with_the_main_process() -> None:
     allocation of a process once it has had a second thread.
     """
     main = multiprocessing.parent_process()
-    assert main is not None
+    assert main
     # at its end the kernel sends SIGIO, which ends a process that does not handle it
     pipe = main.sentinel
     fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
@@ -219,9 +224,10 @@ def run(
                 on_done(future.result())
             if framing:
                 following = next(chunks, None)
-                more = following is not None
-                if following is not None:
+                if following:
                     running.add(pool.submit(answer, following))
+                else:
+                    more = False
                 team = team or list(multiprocessing.active_children())
         pool.shutdown()
     except BrokenProcessPool:
@@ -239,9 +245,10 @@ def run(
             )
             or "signal 15"
         )
-        fix = "if memory ran out (signal 9), the same command with fewer --workers resumes from here"
         raise PreparationFailed(
-            f"a worker process ended with {how}; {fix}", exit_code=1
+            f"a worker process ended with {how}; "
+            "if memory ran out (signal 9), the same command with fewer --workers resumes from here",
+            exit_code=1,
         ) from None
     finally:  # nothing waits for the work of a run that ends early
         pool.shutdown(wait=False, cancel_futures=True)

@@ -51,8 +51,10 @@ class Workspace:
         try:
             return Claims(path)
         except OSError as error:
-            came = f"--out {self.out}: nothing can be written to {path.parent} ({error.strerror})"
-            raise ValueError(f"{came}: name another --out") from error
+            raise ValueError(
+                f"--out {self.out}: nothing can be written to {path.parent} ({error.strerror})"
+                ": name another --out"
+            ) from error
 
     def already_complete(self, manifest: dict[str, Any], force: bool, say: Say) -> bool:
         """Tell whether OUT is the result of this very command.
@@ -67,16 +69,18 @@ class Workspace:
                 "manifest"
             ]
         except (OSError, ValueError, KeyError):
-            came = f"--out {self.out} exists and was not made by prepare_data"
-            raise ValueError(f"{came}: name another directory") from None
+            raise ValueError(
+                f"--out {self.out} exists and was not made by prepare_data"
+                ": name another directory"
+            ) from None
         changed = _changed(before, manifest)
         if not changed:
             return True
         if force:
-            stays = (
+            say(
+                f"{self.out} holds another preparation; "
                 "it stays until the new one is complete, and is then replaced (--force)"
             )
-            say(f"{self.out} holds another preparation; {stays}")
             return False
         raise ValueError(
             f"--out {self.out} holds the result of another command, which differs in\n{changed}\n"
@@ -93,9 +97,9 @@ class Workspace:
         if others and self.manifest.exists():
             differing = self._changed(manifest)
             if differing:
-                came = f"--out {self.out}: other processes prepare it by another command, which differs in"
                 raise ValueError(
-                    f"{came}\n{differing}\nwait for them, or name another --out"
+                    f"--out {self.out}: other processes prepare it by another command, which differs in"
+                    f"\n{differing}\nwait for them, or name another --out"
                 )
             return True
         if self.partial.exists():
@@ -130,8 +134,7 @@ class Workspace:
             return f"  {error}"
 
     def _changed(self, manifest: dict[str, Any]) -> str:
-        before = files.read_json_object(self.manifest, MOST_MANIFEST)
-        return _changed(before, manifest)
+        return _changed(files.read_json_object(self.manifest, MOST_MANIFEST), manifest)
 
     def new_result(self) -> Path:
         """Make an empty directory for the result."""

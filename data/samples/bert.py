@@ -88,8 +88,10 @@ class BertFields(Fields):
         in_b = int(types.sum())
         padding = len(sample["tokens"]) - length
         most = len(sample["positions"])
-        places = f"{counted(length, 'token')} ({length - in_b} in A, {in_b} in B), {padding} of padding"
-        lines = [f"{places}; {predicted} predicted of at most {most}"]
+        lines = [
+            f"{counted(length, 'token')} ({length - in_b} in A, {in_b} in B), {padding} of padding"
+            f"; {predicted} predicted of at most {most}"
+        ]
         if sentence_head != "none":
             label = int(sample["sentence_labels"])
             lines.append(
@@ -152,11 +154,9 @@ def segments(
     cut = _cut(rng, len(tokens), borders)
     first = tokens[:cut]
     second = tokens[cut:]
-    return (
-        (second, first, 1)
-        if head == "sop" and changed and len(second)
-        else (first, second, 0)
-    )
+    if head == "sop" and changed and len(second):
+        return second, first, 1
+    return first, second, 0
 
 
 def _cut(rng: Generator, length: int, borders: np.ndarray) -> int:
@@ -210,11 +210,11 @@ class BertFamily:
         vocabulary = BertVocabulary.of(tokenizer)
         masking = recipe.data.masking
         check_whole_words(vocabulary, masking)
-        sizes = (recipe.sequence_length, recipe.predictions)
         return cls(
             tokenizer,
             vocabulary,
-            *sizes,
+            recipe.sequence_length,
+            recipe.predictions,
             recipe.model.sentence_head,
             masking,
             recipe.seed,
@@ -283,25 +283,24 @@ class BertFamily:
         length = self.sequence_length
         most = self.predictions
         fields = BertFields(
-            tokens=np.full((count, length), self.vocabulary.pad, dtype=np.int64),
-            token_types=np.zeros((count, length), dtype=np.int64),
-            lengths=np.array(
-                [len(sample.tokens) for sample in samples], dtype=np.int64
-            ),
-            positions=np.zeros((count, most), dtype=np.int64),
-            labels=np.zeros((count, most), dtype=np.int64),
-            predicted=np.array(
-                [len(sample.positions) for sample in samples], dtype=np.int64
-            ),
-            sentence_labels=np.array(
-                [sample.sentence_label for sample in samples], dtype=np.int64
-            ),
+            tokens=np.full((count, length), self.vocabulary.pad, np.int64),
+            token_types=np.zeros((count, length), np.int64),
+            lengths=np.zeros(count, np.int64),
+            positions=np.zeros((count, most), np.int64),
+            labels=np.zeros((count, most), np.int64),
+            predicted=np.zeros(count, np.int64),
+            sentence_labels=np.zeros(count, np.int64),
         )
         for row, sample in enumerate(samples):
-            fields["tokens"][row, : len(sample.tokens)] = sample.tokens
-            fields["token_types"][row, sample.first_length : len(sample.tokens)] = 1
-            fields["positions"][row, : len(sample.positions)] = sample.positions
-            fields["labels"][row, : len(sample.labels)] = sample.labels
+            tokens = len(sample.tokens)
+            predicted = len(sample.positions)
+            fields["tokens"][row, :tokens] = sample.tokens
+            fields["token_types"][row, sample.first_length : tokens] = 1
+            fields["lengths"][row] = tokens
+            fields["positions"][row, :predicted] = sample.positions
+            fields["labels"][row, :predicted] = sample.labels
+            fields["predicted"][row] = predicted
+            fields["sentence_labels"][row] = sample.sentence_label
         return fields
 
 
@@ -328,9 +327,10 @@ class BertSamples(StoredSamples):
             " lower",
         )
         if not filled:
-            none = f"no text in {counted(len(documents), 'document')}"
             raise ProblemsError.of(
-                "data.name", none, fix=("give more, or ", *hold_out_more)
+                "data.name",
+                f"no text in {counted(len(documents), 'document')}",
+                fix=("give more, or ", *hold_out_more),
             )
         if filled < 2 and family.sentence_head == "nsp":
             came = (
@@ -360,7 +360,7 @@ class BertSamples(StoredSamples):
         start = int(self._chunks.starts[chunk])
         length = int(self._chunks.lengths[chunk])
         tokens = self._store.tokens_array[start : start + length]
-        borders = np.array(self._borders(start, start + length), dtype=np.int64) - start
+        borders = np.array(self._borders(start, start + length), np.int64) - start
         other = partial(self._other, rng, chunk)
         return self._family.assemble(
             rng, *segments(rng, tokens, borders, self._family.sentence_head, other)
@@ -460,9 +460,9 @@ class BertLane(Lane):
         self._next_chunk()
 
     def _next_chunk(self) -> tuple[Tokenized, int]:
-        while self._current is None or self._chunk == len(self._current.starts):
+        while not self._current or self._chunk == len(self._current.starts):
             following = self._read()
-            if self._current is not None:
+            if self._current:
                 self._remembered.append(self._current)
             self._current = following
             self._chunk = 0

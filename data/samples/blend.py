@@ -28,7 +28,7 @@ BLOCK = 1000  # positions; a part has at least one of them
 
 def largest_remainder(weights: Sequence[float], total: int) -> np.ndarray:
     """Divide `total` by weight: (parts,) int64, rounded down, plus one for the largest remainders."""
-    exact = np.asarray(weights, dtype=np.float64) / np.sum(weights) * total
+    exact = np.asarray(weights, np.float64) / np.sum(weights) * total
     counts = np.asarray(exact, np.int64)
     lost = np.argsort(counts - exact, kind="stable")
     counts[lost[: total - counts.sum()]] += 1
@@ -56,15 +56,17 @@ class BlendedSamples:
         self._counts = largest_remainder(weights, BLOCK)
         if (self._counts == 0).any():
             smallest = int(np.argmin(weights))
-            smallest_part = f": part {smallest + 1} has weight {weights[smallest]} of {sum(weights)}"
-            came = (Key("data.blend"), smallest_part)
+            came = (
+                Key("data.blend"),
+                f": part {smallest + 1} has weight {weights[smallest]} of {sum(weights)}",
+            )
             rule = f"that is less than one sample in {BLOCK}"
             raise ProblemsError.of(
                 "data.blend", came, rule, "give it more weight or leave it out"
             )
 
     def take(self, positions: Sequence[int], seed: int) -> Fields:
-        part_of, local = self.places(np.asarray(positions, dtype=np.int64))
+        part_of, local = self.places(np.asarray(positions, np.int64))
         mine = []
         rows = []
         for number, part in enumerate(self._parts):
@@ -85,7 +87,7 @@ class BlendedSamples:
             here = blocks == block
             order = self._order(block)
             # Number of earlier samples of the same part in the block.
-            ranks = np.empty(BLOCK, dtype=np.int64)
+            ranks = np.empty(BLOCK, np.int64)
             ranks[np.argsort(order, kind="stable")] = np.concatenate(
                 [np.arange(n) for n in self._counts]
             )
@@ -117,8 +119,11 @@ class BlendedSamples:
         ]
         before = self._before(state["position"])
         if places != before:
-            was = f"the checkpoint read a blend of {len(states)} parts, at {str(places)[:100]}, and "
-            came = (was, Key("data.blend"), f" has {len(self._parts)}, at {before}")
+            came = (
+                f"the checkpoint read a blend of {len(states)} parts, at {str(places)[:100]}, and ",
+                Key("data.blend"),
+                f" has {len(self._parts)}, at {before}",
+            )
             raise ProblemsError.of("data.blend", came, fix="resume with the same blend")
         for part, saved in zip(self._parts, states, strict=True):
             part.restore(saved)

@@ -124,7 +124,7 @@ def _cut(
         # within its sentence
         piece = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
         edges = np.append(np.repeat(edges[:-1], pieces) + piece * longest, edges[-1])
-    counts = np.zeros(len(documents), dtype=np.int64)
+    counts = np.zeros(len(documents), np.int64)
     steps: list[tuple[np.ndarray, ...]] = []
     going = np.flatnonzero(places < ends)  # documents with text left
     while going.size:
@@ -137,8 +137,8 @@ def _cut(
         counts[going] += 1
         going = going[places[going] < ends[going]]
     before = np.cumsum(counts) - counts
-    starts = np.empty(counts.sum(), dtype=np.int64)
-    sizes = np.empty(counts.sum(), dtype=np.int32)
+    starts = np.empty(counts.sum(), np.int64)
+    sizes = np.empty(counts.sum(), np.int32)
     for step, (going, start, size) in enumerate(steps):
         starts[before[going] + step] = start
         sizes[before[going] + step] = size

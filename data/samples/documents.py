@@ -33,8 +33,10 @@ def described(
     begins = np.flatnonzero(places == 0)
     numbers = ", ".join(map(str, begins))
     documents = f"{counted(len(begins), 'document')}, from tokens {numbers} on"
-    last = f"the label of the last one is {tokenizer.decode(window[-1:])!r}"
-    shown = [f"{len(places)} input tokens in {documents}; {last}"]
+    shown = [
+        f"{len(places)} input tokens in {documents}; "
+        f"the label of the last one is {tokenizer.decode(window[-1:])!r}"
+    ]
     parts = np.split(window[:-1], begins[1:])
     for begin, part in zip(begins, parts, strict=True):
         shown.append(f"[{begin}] {tokenizer.decode(part)}")

@@ -97,8 +97,8 @@ class TokenStream:
         without_end = _without_end(store, ends, end_token)
         # Neighbours in the store are one piece if nothing is put in between.
         breaks = (starts[1:] != ends[:-1]) | without_end[:-1]
-        first = np.ones(len(starts), dtype=bool)
-        last = np.ones(len(starts), dtype=bool)
+        first = np.ones(len(starts), bool)
+        last = np.ones(len(starts), bool)
         first[1:] = last[:-1] = breaks
         self._starts = starts[first]
         ends = ends[last]
@@ -115,7 +115,7 @@ class TokenStream:
     def read(self, start: int, end: int) -> np.ndarray:
         """Read the tokens from `start` to `end` of the stream, (end - start,) int64."""
         assert 0 <= start <= end <= len(self), "beyond the stream"
-        tokens = np.empty(end - start, dtype=np.int64)
+        tokens = np.empty(end - start, np.int64)
         piece = int(self._ends.searchsorted(start, side="right"))
         filled = 0
         while filled < len(tokens):
@@ -181,7 +181,7 @@ class GptSamples(StoredSamples):
 
     def _windows(self, indices: Sequence[int]) -> Fields:
         length = self._length
-        windows = np.empty((len(indices), length + 1), dtype=np.int64)
+        windows = np.empty((len(indices), length + 1), np.int64)
         for row, index in enumerate(indices):
             windows[row] = self.stream.read(index * length, index * length + length + 1)
         return fields_of_windows(windows, self._border)

@@ -211,39 +211,30 @@ def refuse_state(source: Source, state: Any, rule: str) -> NoReturn:
     )
 
 
+@dataclass(eq=False)
 class StreamedSamples:
-    """Samples of a stream. Lanes are read forward; going back reads a lane from its start, which is slow."""
+    """Samples of a stream. Lanes are read forward; going back reads a lane from its start, which is slow.
+
+    Attributes:
+        open_lane: opens the lane of a number.
+        stack: stacks items of lanes.
+        global_batch: samples per step; the number of lanes divides it.
+        buffer: documents to shuffle among, of each lane; 0: none.
+        say: prints a line where a lane has to be read again from its beginning.
+    """
 
     random_access = False
+    source: Source
+    lanes: int
+    open_lane: Callable[[int], Lane]
+    stack: Callable[[Sequence[Any]], Fields]
+    global_batch: int
+    buffer: int
+    say: Say
 
-    def __init__(
-        self,
-        source: Source,
-        lanes: int,
-        open_lane: Callable[[int], Lane],
-        stack: Callable[[Sequence[Any]], Fields],
-        global_batch: int,
-        buffer: int,
-        say: Say,
-    ):
-        """Begin all lanes at their beginnings.
-
-        Args:
-            open_lane: opens the lane of a number.
-            stack: stacks items of lanes.
-            global_batch: samples per step; the number of lanes divides it.
-            buffer: documents to shuffle among, of each lane; 0: none.
-            say: prints a line where a lane has to be read again from its beginning.
-        """
-        assert global_batch % lanes == 0, "lane_count gives a divisor"
-        self._source = source
-        self._lanes = lanes
-        self._open_lane = open_lane
-        self._stack = stack
-        self._global = global_batch
-        self._buffer = buffer
-        self._say = say
-        self._rows = global_batch // lanes  # of one lane, in a step
+    def __post_init__(self) -> None:
+        assert self.global_batch % self.lanes == 0, "lane_count gives a divisor"
+        self._rows = self.global_batch // self.lanes  # of one lane, in a step
         self._forget()
 
     def _forget(self) -> None:
@@ -255,28 +246,30 @@ class StreamedSamples:
     def take(self, positions: Sequence[int], seed: int) -> Fields:
         taken = []
         for position in positions:
-            step, row = divmod(position, self._global)
+            step, row = divmod(position, self.global_batch)
             number, within = divmod(row, self._rows)
             item = step * self._rows + within
             lane = self._lane_at(number, item)
             self._next[number] = item + 1
             taken.append(lane.take(item, seed))
-        return self._stack(taken)
+        return self.stack(taken)
 
     def _lane_at(self, number: int, item: int) -> Lane:
         """Return a lane, with `item` as its next one."""
         if number not in self._open:
-            self._open[number] = self._open_lane(number)
+            self._open[number] = self.open_lane(number)
             self._next[number] = 0
             if number in self._saved:
                 self._open[number].restore(self._saved[number])
                 self._next[number] = self._item(self._saved_at, number)
             elif self._item(self._saved_at, number):
-                missing = f"the checkpoint does not say where lane {number} of {self._lanes} stood"
-                reading = "reading its files from the start, which is right and slow"
-                self._say(f"{self._source.name}: {missing}; {reading}")
+                missing = f"the checkpoint does not say where lane {number} of {self.lanes} stood"
+                self.say(
+                    f"{self.source.name}: {missing}; "
+                    "reading its files from the start, which is right and slow"
+                )
         if self._next[number] > item:
-            self._open[number] = self._open_lane(number)
+            self._open[number] = self.open_lane(number)
             self._next[number] = 0
         lane = self._open[number]
         while self._next[number] < item:
@@ -286,32 +279,28 @@ class StreamedSamples:
 
     def _item(self, position: int, number: int) -> int:
         """Return the next item of a lane at a position."""
-        step, row = divmod(position, self._global)
+        step, row = divmod(position, self.global_batch)
         return step * self._rows + min(max(row - number * self._rows, 0), self._rows)
 
     def state(self, position: int) -> dict[str, Any]:
         """Return the states of this rank's lanes before the sample at `position`, as JSON values."""
-        items = {
-            number: self._item(position, number)
-            for number in {*self._saved, *self._open}
-        }
         # A part of a blend may not have been read since the restart, nor a lane by a small step.
         lanes = {
             n: saved
             for n, saved in self._saved.items()
-            if items[n] == self._item(self._saved_at, n)
+            if self._item(position, n) == self._item(self._saved_at, n)
         }
         # Of a lane that other ranks have read on, the last of them knows the state.
         lanes |= {
             n: lane.state()
             for n, lane in self._open.items()
-            if self._next[n] == items[n]
+            if self._next[n] == self._item(position, n)
         }
         lanes_by_name = {str(number): lanes[number] for number in sorted(lanes)}
         return {"position": position, **self._shape(), "lanes": lanes_by_name}
 
     def _shape(self) -> dict[str, int]:
-        return {"files": self._source.shards, "lane_count": self._lanes}
+        return {"files": self.source.shards, "lane_count": self.lanes}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a `state`.
@@ -323,15 +312,17 @@ class StreamedSamples:
         if then != here:
             came = f"the checkpoint read {then['files']} files in {then['lane_count']} lanes, and now"
             rule = f"there are {here['files']} in {here['lane_count']}: the samples of a step would be others"
-            fix = "resume with the same files and batch.global"
-            raise ValueError(f"{self._source.name}: {came} {rule}; {fix}")
+            raise ValueError(
+                f"{self.source.name}: {came} {rule}; "
+                "resume with the same files and batch.global"
+            )
         self._forget()
         lanes = state.get("lanes")
-        last = self._lanes - 1
+        last = self.lanes - 1
         if not isinstance(lanes, dict) or not lanes.keys() <= {
             *map(str, range(last + 1))
         }:
-            refuse_state(self._source, lanes, f"lanes are numbered from 0 to {last}")
+            refuse_state(self.source, lanes, f"lanes are numbered from 0 to {last}")
         self._saved = {
             int(number): self._checked(int(number), saved)
             for number, saved in lanes.items()
@@ -340,25 +331,23 @@ class StreamedSamples:
 
     def _checked(self, number: int, saved: Any) -> dict[str, Any]:
         """Check the form of a lane's state and return it. Raises FileError."""
-        like = self._open_lane(number).state()
-        total = self._source.shards
+        like = self.open_lane(number).state()
+        total = self.source.shards
         if not isinstance(saved, dict) or saved.keys() != like.keys():
-            refuse_state(self._source, saved, f"a lane's has {', '.join(like)}")
-        turns = total if saved["wide"] else len(range(number, total, self._lanes))
+            refuse_state(self.source, saved, f"a lane's has {', '.join(like)}")
+        turns = total if saved["wide"] else len(range(number, total, self.lanes))
         most = {
             "wide": 1,
             "turn": turns - 1,
             "remembered": REMEMBERED,
-            "taken": self._buffer - 1,
+            "taken": self.buffer - 1,
         }
         for key, value in saved.items():
             sound = type(value) is type(like[key]) or (
                 key == "chunk" and type(value) is int
             )
             if not sound or not 0 <= (value or 0) <= most.get(key, 2**62):
-                refuse_state(
-                    self._source, saved, f"no lane has {key}={str(value)[:40]}"
-                )
+                refuse_state(self.source, saved, f"no lane has {key}={str(value)[:40]}")
         return saved
 
     def fresh(self) -> StreamedSamples:

@@ -49,9 +49,9 @@ class BertVocabulary:
         tokens = tokenizer.convert_ids_to_tokens(list(range(size)))
         special = set(tokenizer.all_special_ids)
         known = {i: token for i, token in enumerate(tokens) if token is not None}
-        continuation = np.zeros(size, dtype=bool)
+        continuation = np.zeros(size, bool)
         continuation[[i for i, token in known.items() if _CONTINUES(token)]] = True
-        ordinary = np.array([i for i in known if i not in special], dtype=np.int64)
+        ordinary = np.array([i for i in known if i not in special], np.int64)
         return cls(**ids, continuation=continuation, ordinary=ordinary)
 
 
@@ -139,22 +139,20 @@ def mask(
     begins = (
         ~vocabulary.continuation[tokens]
         if masking.whole_words
-        else np.ones(len(tokens), dtype=bool)
+        else np.ones(len(tokens), bool)
     )
     begins[special] = True
     # a segment may begin inside a word
     begins[[place + 1 for place in special[:-1]]] = True
     borders = np.append(np.flatnonzero(begins), len(tokens))
-    usable = np.ones(len(borders) - 1, dtype=bool)
+    usable = np.ones(len(borders) - 1, bool)
     usable[borders.searchsorted(special)] = False
     budget = min(most, max(1, round(masking.probability * len(tokens))))
     chosen = choose(rng, borders, usable, budget, masking.max_ngram)
     words = bytearray(len(usable))
     for word, number in chosen:
         words[word : word + number] = b"\1" * number
-    places = np.flatnonzero(
-        np.repeat(np.frombuffer(words, dtype=bool), np.diff(borders))
-    )
+    places = np.flatnonzero(np.repeat(np.frombuffer(words, bool), np.diff(borders)))
     if not len(places):
         # Every word of a short sample is over the budget; without a prediction the sample would be wasted.
         places = np.array([rng.choice(np.setdiff1d(np.arange(len(tokens)), special))])

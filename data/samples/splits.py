@@ -73,8 +73,9 @@ def store_parts(
         "source": name,
         "documents": store.documents,
         "train_tokens_crc32": opened.checksum,
-        **({} if opened.text_bytes is None else {"text_bytes": opened.text_bytes}),
     }
+    if opened.text_bytes is not None:
+        summary["text_bytes"] = opened.text_bytes
     for split, chosen in documents.items():
         prefix = "held_out" if split == "validation" else split
         first, last = (
@@ -114,7 +115,7 @@ def token_counts(
     read: Callable[[int, int], np.ndarray], tokens: int, vocab_size: int
 ) -> np.ndarray:
     """Count each token in a run of tokens, or in COUNTED_TOKENS spread over it: (V,) int64."""
-    counts = np.zeros(vocab_size, dtype=np.int64)
+    counts = np.zeros(vocab_size, np.int64)
     blocks = -(-tokens // _COUNTED_AT_ONCE)
     for start in (
         spread(blocks, COUNTED_TOKENS // _COUNTED_AT_ONCE) * _COUNTED_AT_ONCE

@@ -108,9 +108,9 @@ def read_head(
     """
     data = recipe.data
     vocabulary = recipe.model.vocab_size
-    every = f"every {data.validation_every}th document"
     say(
-        f"{source.name}: streaming; holding out its first {wanted:,} validation samples, {every}"
+        f"{source.name}: streaming; holding out its first {wanted:,} validation samples, "
+        f"every {data.validation_every}th document"
     )
     splits: tuple[Part, ...] = (
         ("validation", "test") if data.test_every else ("validation",)
@@ -118,7 +118,7 @@ def read_head(
     held = {}
     for lane, name in enumerate(splits, _FIRST_HELD_OUT):
         held[name] = _HeldOutDocuments(family.for_held_out(), lane, wanted)
-    counts = np.zeros(vocabulary, dtype=np.int64)
+    counts = np.zeros(vocabulary, np.int64)
     counted = 0
     documents = 0
     tell = now_and_then(say)
@@ -180,7 +180,7 @@ def interleave_files(source: Source) -> Iterator[PlacedDocument]:
         while readers:
             file, reader = readers.popleft()
             document = next(reader, None)
-            if document is not None:
+            if document:
                 yield PlacedDocument(
                     LanePlace(turn=file, record=document.index), document.text
                 )

@@ -124,6 +124,7 @@ def _encoded(
             remove_columns=split.records.column_names,
             new_fingerprint=split.name,  # nothing is cached
         )
-        score = partial(kind.score, recipe, split, samples)
-        made.append(EncodedSplit(split, samples, score))
+        made.append(
+            EncodedSplit(split, samples, partial(kind.score, recipe, split, samples))
+        )
     return tuple(made)

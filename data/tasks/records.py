@@ -64,8 +64,9 @@ def read_split(facts: TaskFacts, split: str, path: str | None) -> Split:
     test = split.startswith("test")
     needed = (*facts.texts, *([] if test else ["label"]))
     try:
-        load = datasets.load_dataset
-        examples = _local(path) if path else load(*facts.hub, split=there)
+        examples = (
+            _local(path) if path else datasets.load_dataset(*facts.hub, split=there)
+        )
         examples = _in_our_fields(facts, examples, needed)
     except ProblemsError:
         raise
@@ -93,7 +94,7 @@ def read_split(facts: TaskFacts, split: str, path: str | None) -> Split:
 
 
 def task_of(recipe: Recipe) -> Task:
-    assert recipe.task is not None, "a recipe for fine-tuning"
+    assert recipe.task, "a recipe for fine-tuning"
     return recipe.task
 
 
@@ -101,8 +102,9 @@ def _local(place: str) -> Dataset:
     path = files.path_of(place, place)
     kind = path.suffix.lower()
     if kind in (".jsonl", ".ndjson"):
-        cache = durable_files.cache_directory() / "datasets"
-        return Dataset.from_json(str(path), cache_dir=str(cache))
+        return Dataset.from_json(
+            str(path), cache_dir=str(durable_files.cache_directory() / "datasets")
+        )
     rows = list[Any]()
     if path.is_dir():
         for article in sorted(path.rglob("*.txt")):

@@ -127,8 +127,7 @@ def score(
     """
     task = task_of(recipe)
     texts, odds = best_spans(split.records, samples, logits, task.max_answer)
-    with_none = task.name == "squad2"
-    return score_texts(texts, odds, split.records, dev, with_none=with_none)
+    return score_texts(texts, odds, split.records, dev, with_none=task.name == "squad2")
 
 
 def score_texts(
@@ -196,8 +195,7 @@ def score_answers(
 def _f1(said: Sequence[str], right: Sequence[str], with_none: bool) -> float:
     if not said or not right:
         return float(with_none and said == right)
-    common = (Counter(said) & Counter(right)).total()
-    return 2 * common / (len(said) + len(right))
+    return 2 * (Counter(said) & Counter(right)).total() / (len(said) + len(right))
 
 
 def means(scores: np.ndarray) -> dict[str, float]:

@@ -86,9 +86,8 @@ def end_of_document(tokenizer: PreTrainedTokenizerFast) -> int:
     for token in (tokenizer.eos_token_id, tokenizer.sep_token_id):
         if token is not None:
             return int(token)
-    give = 'give "eos_token" in a tokenizer_config.json next to '
     fix = (
-        give,
+        'give "eos_token" in a tokenizer_config.json next to ',
         Key("data.tokenizer.path"),
         ", or another ",
         Key("data.tokenizer.kind"),

@@ -266,7 +266,7 @@ def open_file(path: Path) -> io.BufferedReader:
     try:
         return io.BufferedReader(io.FileIO(path), BUFFER)
     except OSError as error:
-        fix = "check the path and its permissions"
         raise ValueError(
-            f"{path}: cannot be opened ({error.strerror}): {fix}"
+            f"{path}: cannot be opened ({error.strerror}): "
+            "check the path and its permissions"
         ) from error

@@ -84,8 +84,12 @@ def _check_splits(text: str, files: Sequence[FoundFile]) -> None:
     inside = "" if word in splits[word].name else "/**/*"
     came = f"holds files named {' and '.join(splits)}"
     rule = "a test of what a model was trained on says nothing"
-    fix = f"name one split by a glob, as '{every}{word}*{inside}', or all: '{every}'"
-    raise ProblemsError.of("--text", came, rule, fix)
+    raise ProblemsError.of(
+        "--text",
+        came,
+        rule,
+        f"name one split by a glob, as '{every}{word}*{inside}', or all: '{every}'",
+    )
 
 
 def _source_of(text: str, files: Sequence[FoundFile], say: Say) -> Any:

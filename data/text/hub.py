@@ -204,10 +204,10 @@ class HubSource:
         wanted = f"split={self.split!r}" + (
             f", revision={self.revision!r}" if self.revision else ""
         )
-        called = (
-            f"load_dataset({self.dataset!r}, {self.config!r}, {wanted}, streaming=True)"
+        rule = (
+            f"tried load_dataset({self.dataset!r}, {self.config!r}, {wanted}, streaming=True)"
+            f"{times}: {type(error).__name__}: {error}"
         )
-        rule = f"tried {called}{times}: {type(error).__name__}: {error}"
         script = _SCRIPT_HINT if "scripts are no longer supported" in str(error) else ()
         came = Setting("data.name", self.name)
         return ProblemsError.of("data.name", came, rule, (*script, *_WITHOUT_HUB))

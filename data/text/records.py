@@ -102,8 +102,12 @@ class FoundFile(NamedTuple):
             return
         came = f"{self.path}: was changed, replaced or removed while it was read"
         rule = "documents are numbered and held out by their places in the files"
-        fix = "put it back as it was, or begin anew with what is there now"
-        raise ProblemsError.of("data.name", came, rule, fix)
+        raise ProblemsError.of(
+            "data.name",
+            came,
+            rule,
+            "put it back as it was, or begin anew with what is there now",
+        )
 
 
 class RecordFormat:
@@ -189,10 +193,12 @@ def _another_type(path: Path, source: str) -> BrokenRecord | None:
 
 def damaged_rest(path: Path, number: int, error: BaseException | str) -> BrokenRecord:
     """Make a `BrokenRecord` for the unreadable rest of a file."""
-    detail = (
-        f"cannot be read to its end ({error}): it is cut off or damaged; fetch it again"
+    return broken_record(
+        path,
+        number,
+        "damaged file",
+        f"cannot be read to its end ({error}): it is cut off or damaged; fetch it again",
     )
-    return broken_record(path, number, "damaged file", detail)
 
 
 def oversized_record(
@@ -218,16 +224,22 @@ def decode_payload(raw: AnyRecord) -> str | BrokenRecord:
                 f"{error.reason} at byte {error.start} of the record",
             )
     if "\0" in text:
-        where = f"the first at character {text.index(chr(0))}"
-        return unusable_record(raw, "NUL bytes", f"{text.count(chr(0))}, {where}")
+        return unusable_record(
+            raw,
+            "NUL bytes",
+            f"{text.count(chr(0))}, the first at character {text.index(chr(0))}",
+        )
     return text.removeprefix("\ufeff")
 
 
 def field_text(record: Any, column: str, raw: RawRecord) -> Parsed:
     """Return the text field of a parsed record, or report it as broken; None where it is empty."""
     if not isinstance(record, dict):
-        kind = f"a JSON {type(record).__name__} where an object with a text field is needed"
-        return unusable_record(raw, "no JSON object", kind)
+        return unusable_record(
+            raw,
+            "no JSON object",
+            f"a JSON {type(record).__name__} where an object with a text field is needed",
+        )
     if column not in record:
         return unusable_record(
             raw, f"no field {column!r}", choose_column(sorted(map(str, record))[:20])
@@ -295,7 +307,7 @@ def skip_or_refuse(
     where: str, record: BrokenRecord, skipped: SkippedRecords | None
 ) -> None:
     """Give a broken record to `skipped`; raises ProblemsError without one."""
-    if skipped is not None:
+    if skipped:
         skipped.add(where, record.kind)
         return
     leave_out = Setting("data.broken_records", "skip")

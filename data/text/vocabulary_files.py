@@ -105,13 +105,8 @@ def _read(path: Path) -> PreTrainedTokenizerFast:
     """Read a tokenizer for `read_tokenizer`. Raises FileError: a file is evidently something else."""
     folder = path if path.is_dir() else path.parent
     places = [folder / name for name in ("tokenizer.json", "vocab.txt", "merges.txt")]
-    others = [*folder.glob("*.model")]
-    others += folder.glob("*.tiktoken")
-    file = (
-        next((place for place in [*places, *others] if place.is_file()), None)
-        if path.is_dir()
-        else path
-    )
+    every = [*places, *folder.glob("*.model"), *folder.glob("*.tiktoken")]
+    file = next(filter(Path.is_file, every), None) if path.is_dir() else path
     if file is None:
         files.refuse(
             path,
@@ -287,8 +282,12 @@ def _add_tokens(
     for name in special:
         if backend.token_to_id(name) is None:
             rule = "the vocabulary has no such token"
-            fix = f"name one that it has, or number it in {_ADDED}"
-            files.refuse(folder, f"names {name!r} as a special token", rule, fix)
+            files.refuse(
+                folder,
+                f"names {name!r} as a special token",
+                rule,
+                f"name one that it has, or number it in {_ADDED}",
+            )
         _add(backend, AddedToken(name, special=True, normalized=False))
 
 

@@ -18,7 +18,7 @@ import tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from data import durable_files
-from data.durable_files import SAY_EVERY_S, DamagedFile, Say, write_atomically
+from data.durable_files import DamagedFile, Say, now_and_then, write_json
 from data.text.documents import Document, SkippedRecords, Source, end_of_document
 from data.text.vocabulary import vocabulary_digest, vocabulary_size
 from data.tokens.store import (
@@ -74,11 +74,9 @@ def opened_store(
         return ready_made_store(
             recipe.data.tokenizer.kind, sequences, origin, tokenizer, directory, say
         )
-    return (
-        cached_store(sequences, origin, source, tokenizer, directory, say)
-        if source.finite
-        else None
-    )
+    if source.finite:
+        return cached_store(sequences, origin, source, tokenizer, directory, say)
+    return None
 
 
 def checksum_of(store: Store, directory: Path, say: Say) -> Checksum:
@@ -107,7 +105,7 @@ def checksum_of(store: Store, directory: Path, say: Say) -> Checksum:
             raise DamagedFile(f"{kept} holds no checksums") from error
 
     def write() -> None:
-        write_atomically(kept, json.dumps(store.checksum(say)._asdict()))
+        write_json(kept, store.checksum(say)._asdict())
 
     try:
         return durable_files.cached(
@@ -167,9 +165,6 @@ def cached_store(
             raise DamagedFile(f"{facts_path} does not match its checksum")
         facts = json.loads(content)
         store = open_store(prefix)
-        if (store.documents, store.tokens) != (facts["documents"], facts["tokens"]):
-            has = f"{store.documents} documents and {store.tokens} tokens"
-            raise DamagedFile(f"{prefix} has {has}, not those of {facts_path.name}")
         checksum = checksum_of(store, directory, say)
         if (checksum.idx, checksum.bin) != (facts["idx_crc32"], facts["bin_crc32"]):
             raise DamagedFile(f"{prefix} does not match its checksum")
@@ -190,11 +185,11 @@ def _tokenize(
     """Write the documents to a store; `say` the progress every few seconds and at the end."""
     text_bytes = 0
     started = time.monotonic()
-    said = started
+    tell = now_and_then(say)
 
-    def progress(since: str) -> None:
+    def progress(since: str) -> str:
         done = f"{counted(writer.documents, 'document')}, {counted(writer.tokens, 'token')}"
-        say(f"{what}: {done} {since} {time.monotonic() - started:.1f} s")
+        return f"{what}: {done} {since} {time.monotonic() - started:.1f} s"
 
     with writer:
         for document, tokens in encoded:
@@ -203,11 +198,9 @@ def _tokenize(
             sequences = tokens if isinstance(tokens, list) else [tokens]
             writer.add_document(sequences)
             text_bytes += len(document.text.encode())
-            if time.monotonic() - said >= SAY_EVERY_S:
-                said = time.monotonic()
-                progress("after")
-    progress("in")
-    assert writer.checksum is not None
+            tell(progress("after"))
+    say(progress("in"))
+    assert writer.checksum
     made = {
         "documents": writer.documents,
         "tokens": writer.tokens,
@@ -242,10 +235,10 @@ def ready_made_store(
     facts = _reported(prefix.parent / REPORT)
     stated = {key: facts[key] for key in ("documents", "tokens") if key in facts}
     if stated != {key: getattr(store, key) for key in stated}:
-        has = f"has {store.documents} documents and {store.tokens} tokens, and {REPORT} says {stated}"
         raise _refused(
             origin,
-            f"{has}: they do not belong together",
+            f"has {store.documents} documents and {store.tokens} tokens, and {REPORT} says {stated}"
+            ": they do not belong together",
             "copy the whole directory again",
         )
     _check_digest(kind, origin, facts, tokenizer)
@@ -253,8 +246,11 @@ def ready_made_store(
     each = np.diff(store.document_index)
     if sequences == "sentences" and each.size and each.max() <= 1:
         rule = "every document of the store is one sequence, and a BERT's samples are made of sentences"
-        again = "prepare it with launch/prepare_data.py --samples bert (Megatron: --split-sentences)"
-        raise _refused(origin, rule, again)
+        raise _refused(
+            origin,
+            rule,
+            "prepare it with launch/prepare_data.py --samples bert (Megatron: --split-sentences)",
+        )
     checksum = checksum_of(store, directory, say)
     recorded = facts["crc32"] if isinstance(facts.get("crc32"), dict) else {}
     now = {half: f"{crc:08x}" for half, crc in checksum._asdict().items()}
@@ -271,8 +267,9 @@ def ready_made_store(
     if checksum.largest >= tokens:
         place = store.outside(tokens)
         token = store.tokens_array[place]
-        what = f"{origin.name}: token {token} at place {place:,}"
-        raise outside_vocabulary(what, tokens)
+        raise outside_vocabulary(
+            f"{origin.name}: token {token} at place {place:,}", tokens
+        )
     text_bytes = facts.get("text_bytes")
     if not isinstance(text_bytes, int):
         text_bytes = None

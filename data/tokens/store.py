@@ -91,8 +91,10 @@ def read_header(path: Path) -> Header:
     )
     if size not in ends[2:]:
         what = f"{sequences} sequences and {entries} document entries"
-        promised = f"its header promises {ends[2]} (or {ends[3]} with modes): {what}"
-        raise DamagedFile(f"{path} has {size} bytes where {promised}")
+        raise DamagedFile(
+            f"{path} has {size} bytes where "
+            f"its header promises {ends[2]} (or {ends[3]} with modes): {what}"
+        )
     return Header(np.dtype(DTYPES[code]), sequences, ends)
 
 
@@ -122,9 +124,9 @@ def _check_sequences(
         wrong = np.flatnonzero(begins != expected)
         if wrong.size:
             first = wrong[0]
-            rule = f"and the sizes of those before it say {expected[first]}"
             raise DamagedFile(
-                f"{path}: sequence {start + first} begins at byte {begins[first]}, {rule}"
+                f"{path}: sequence {start + first} begins at byte {begins[first]}, "
+                f"and the sizes of those before it say {expected[first]}"
             )
         tokens = int(ends[-1])
     return tokens
@@ -133,17 +135,19 @@ def _check_sequences(
 def _check_documents(path: Path, documents: np.ndarray, sequences: int) -> None:
     if len(documents) == 0 or documents[0] != 0 or documents[-1] != sequences:
         ends = f"from {documents[0]} to {documents[-1]}" if len(documents) else "empty"
-        rule = f"it must lead from 0 to the number of sequences, {sequences}"
-        raise DamagedFile(f"{path}: the document index is {ends}: {rule}")
+        raise DamagedFile(
+            f"{path}: the document index is {ends}: "
+            f"it must lead from 0 to the number of sequences, {sequences}"
+        )
     last = 0
     for start, part in _blocks(documents):
         before = np.concatenate([[last], part[:-1]])
         wrong = np.flatnonzero(part < before)
         if wrong.size:
             first = wrong[0]
-            entry = f"{part[first]}, below the {before[first]} before it"
             raise DamagedFile(
-                f"{path}: entry {start + first} of the document index is {entry}"
+                f"{path}: entry {start + first} of the document index is "
+                f"{part[first]}, below the {before[first]} before it"
             )
         last = int(part[-1])
 
@@ -212,7 +216,7 @@ class Store:
 
     def sequence_starts(self, sequences: np.ndarray) -> np.ndarray:
         """Return the int64 places in `tokens_array` at which `sequences` begin; `len(store)`: the end."""
-        starts = np.full(sequences.shape, self.tokens, dtype=np.int64)
+        starts = np.full(sequences.shape, self.tokens, np.int64)
         inside = sequences < len(self)
         starts[inside] = self.pointers[sequences[inside]] // self.dtype.itemsize
         return starts
@@ -265,8 +269,10 @@ def open_store(prefix: Path) -> Store:
     promised = tokens * dtype.itemsize
     if size != promised:
         why = f"{path.name} promises {promised} ({tokens} tokens of {dtype.itemsize})"
-        rule = "one of the two is truncated or belongs to another store"
-        raise DamagedFile(f"{bin_path(prefix)} has {size} bytes where {why}: {rule}")
+        raise DamagedFile(
+            f"{bin_path(prefix)} has {size} bytes where {why}: "
+            "one of the two is truncated or belongs to another store"
+        )
     return Store(
         prefix, dtype, _mapped(bin_path(prefix)).view(dtype), sizes, pointers, documents
     )
@@ -304,7 +310,7 @@ class StoreWriter:
     def add_document(self, sequences: Sequence[np.ndarray]) -> None:
         """Append one document, possibly empty, without its empty sequences."""
         tokens = np.concatenate(sequences) if len(sequences) else np.empty(0, np.int64)
-        lengths = np.array([len(sequence) for sequence in sequences], dtype=np.int64)
+        lengths = np.array([len(sequence) for sequence in sequences], np.int64)
         self.add_documents(tokens, lengths, np.array([len(sequences)]))
 
     def add_documents(
@@ -371,7 +377,7 @@ class StoreWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
-        if kind is not None:
+        if kind:
             self._files.__exit__(kind, *error)
         elif self.checksum is None:
             with self._files:  # a full disk leaves nothing either

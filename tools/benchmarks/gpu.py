@@ -125,17 +125,32 @@ def tiny(command: Command) -> Command:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("what is measured").add_argument
-    only = "only these steps (default: all but fifteen)"
-    add("--only", nargs="+", choices=STEPS, metavar="STEP", help=only)
+    add(
+        "--only",
+        nargs="+",
+        choices=STEPS,
+        metavar="STEP",
+        help="only these steps (default: all but fifteen)",
+    )
     add("--list", action="store_true", help="list the steps and exit")
-    on = "cpu: tiny shapes, to try the steps"
-    add("--on", choices=("cuda", "cpu"), default="cuda", help=on)
-    late = "end this start after so long, and name what was not run (default: the steps' own)"
-    minutes = arguments.whole(most=10**5)
-    add("--minutes", type=minutes, metavar="N", help=late)
-    new = time.strftime("runs/gpu-%Y%m%d-%H%M%S")
-    folder = "new, of results.json, traces and runs (default: runs/gpu-DATE-TIME)"
-    add("--folder", default=new, metavar="DIR", help=folder)
+    add(
+        "--on",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="cpu: tiny shapes, to try the steps",
+    )
+    add(
+        "--minutes",
+        type=arguments.whole(most=10**5),
+        metavar="N",
+        help="end this start after so long, and name what was not run (default: the steps' own)",
+    )
+    add(
+        "--folder",
+        default=time.strftime("runs/gpu-%Y%m%d-%H%M%S"),
+        metavar="DIR",
+        help="new, of results.json, traces and runs (default: runs/gpu-DATE-TIME)",
+    )
     parser.set_defaults(out=None)
 
 
@@ -181,8 +196,9 @@ def outcome(command: Command, place: Path, end: float) -> Row:
         return {**row, "code": "not run"}
     place.mkdir(parents=True)
     began = time.monotonic()
-    limit_s = min(command.limit_s, left_s)
-    row["code"], said, error = run_limited(command.words, place, limit_s)
+    row["code"], said, error = run_limited(
+        command.words, place, min(command.limit_s, left_s)
+    )
     row["seconds"] = time.monotonic() - began
     most = MOST_OF_TRAINING if command.words[0] == TRAIN else MOST_SAID
     row["said"] = last_lines(said, most)

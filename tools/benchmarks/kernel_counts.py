@@ -85,8 +85,9 @@ class Counts(TorchDispatchMode):
         if not (func.is_view or FREE.match(name)):
             formula = flop_registry.get(packet)
             operations = formula(*args, **kwargs, out_val=out) if formula else 0
-            moved = _moved(name, (args, kwargs), out)
-            self.kernels.append(Kernel(name, moved, operations))
+            self.kernels.append(
+                Kernel(name, _moved(name, (args, kwargs), out), operations)
+            )
         return out
 
     def fused(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -159,9 +160,8 @@ def passes(recipe: Recipe) -> Iterator[tuple[str, Callable[[], Tensor]]]:
 def count(one_pass: Callable[[], Tensor]) -> Counts:
     """Count the kernels of `one_pass` and of its backward pass; it returns a loss on the meta device."""
     counts = Counts()
-    attend = "scaled_dot_product_attention"
     with (
-        patch.object(F, attend, _attention),
+        patch.object(F, "scaled_dot_product_attention", _attention),
         patch.object(F, "dropout", _dropout),
         patch.object(fusing, "fuses", lambda x: True),
         patch.object(fusing, "_compiled", counts.fused),
@@ -183,13 +183,15 @@ def _attention(
 ) -> Tensor:
     """Attend by the fused kernel that a GPU has in the place of what torch composes for the meta device."""
     if attn_mask is None:
-        flash = aten._scaled_dot_product_flash_attention
-        attended: Tensor = flash(q, k, v, dropout_p, is_causal, scale=scale)[0]
+        attended: Tensor = aten._scaled_dot_product_flash_attention(
+            q, k, v, dropout_p, is_causal, scale=scale
+        )[0]
         return attended
     bias = torch.zeros_like(attn_mask, dtype=q.dtype)
     bias = bias.expand(*q.shape[:-1], k.shape[-2])
-    fused = aten._scaled_dot_product_efficient_attention
-    attended = fused(q, k, v, bias, True, dropout_p, is_causal, scale=scale)[0]
+    attended = aten._scaled_dot_product_efficient_attention(
+        q, k, v, bias, True, dropout_p, is_causal, scale=scale
+    )[0]
     return attended
 
 

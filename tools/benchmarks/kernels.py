@@ -45,11 +45,20 @@ TABLE = (
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("which models").add_argument
-    recipes = ["openwebtext/gpt2-124m", "wikipedia/bert-336m"]
-    usual = "default: %(default)s"
-    add("--recipe", nargs="+", default=recipes, metavar="TABLE/ROW", help=usual)
-    setting = "override a field of the recipes"
-    add("--set", action="append", default=[], metavar="KEY=VALUE", help=setting)
+    add(
+        "--recipe",
+        nargs="+",
+        default=["openwebtext/gpt2-124m", "wikipedia/bert-336m"],
+        metavar="TABLE/ROW",
+        help="default: %(default)s",
+    )
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override a field of the recipes",
+    )
     add_out(parser)
 
 

@@ -38,5 +38,6 @@ def table(rows: Iterable[Row], columns: Sequence[Column]) -> str:
 
 def add_out(parser: argparse.ArgumentParser) -> None:
     """Add the flag of the file that all rows are written to."""
-    written = "write all numbers as JSON, again after each row"
-    parser.add_argument("--out", metavar="FILE", help=written)
+    parser.add_argument(
+        "--out", metavar="FILE", help="write all numbers as JSON, again after each row"
+    )

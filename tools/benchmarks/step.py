@@ -91,27 +91,49 @@ PROFILE = (
 def add_flags(parser: argparse.ArgumentParser) -> None:
     arguments.add_recipe_arguments(parser, ends=False)
     add = parser.add_argument_group("what is measured").add_argument
-    configs = "DeepSpeed JSONs, as paths or bare names in ds_configs/ (default: zero1)"
-    add("--ds_config", nargs="+", default=["zero1"], metavar="FILE", help=configs)
-    every = list(SYSTEMS)
-    add("--systems", nargs="+", choices=SYSTEMS, default=every, help="default: all")
-    variants = "default: both of ours, compiled bare and nano, eager transformers"
-    add("--variants", nargs="+", choices=VARIANTS, help=variants)
-    traces = "write torch's traces there, and show what takes longest"
-    add("--profile", metavar="DIR", help=traces)
+    add(
+        "--ds_config",
+        nargs="+",
+        default=["zero1"],
+        metavar="FILE",
+        help="DeepSpeed JSONs, as paths or bare names in ds_configs/ (default: zero1)",
+    )
+    add(
+        "--systems",
+        nargs="+",
+        choices=SYSTEMS,
+        default=list(SYSTEMS),
+        help="default: all",
+    )
+    add(
+        "--variants",
+        nargs="+",
+        choices=VARIANTS,
+        help="default: both of ours, compiled bare and nano, eager transformers",
+    )
+    add(
+        "--profile",
+        metavar="DIR",
+        help="write torch's traces there, and show what takes longest",
+    )
     add = parser.add_argument_group("how long").add_argument
     for flag, default, what in (
         ("--blocks", 5, "turns of each system"),
         ("--steps", 6, "of a turn"),
         ("--warm_up", 4, "steps before the first turn"),
     ):
-        count = arguments.whole(most=10**6)
-        said = f"{what} (default: %(default)s)"
-        add(flag, type=count, default=default, metavar="N", help=said)
-    apart = (
-        "one system after the other, not in turns: for models of which memory holds one"
+        add(
+            flag,
+            type=arguments.whole(most=10**6),
+            default=default,
+            metavar="N",
+            help=f"{what} (default: %(default)s)",
+        )
+    add(
+        "--apart",
+        action="store_true",
+        help="one system after the other, not in turns: for models of which memory holds one",
     )
-    add("--apart", action="store_true", help=apart)
     add_out(parser)
 
 
@@ -219,8 +241,7 @@ class Measured:
     def start(self) -> None:
         """Start the process of the system and warm it up."""
         began = time.perf_counter()
-        log = Path(self.folder, f"{self._place}.txt")
-        self._worker = Worker(self.spec, log)
+        self._worker = Worker(self.spec, Path(self.folder, f"{self._place}.txt"))
         self.stack.callback(self._worker.end)
         built = time.perf_counter()
         self._worker.ask("run", self.pace.warm_up)
@@ -252,8 +273,9 @@ class Measured:
             row |= self._worker.ask("graphs")
         if self.pace.profile:
             self.pace.profile.mkdir(parents=True, exist_ok=True)
-            trace = self.pace.profile / f"{self._place}.json"
-            row["profile"] = self._worker.ask("profile", str(trace), PROFILED)
+            row["profile"] = self._worker.ask(
+                "profile", str(self.pace.profile / f"{self._place}.json"), PROFILED
+            )
             terminal.say(f"\n{row['name']}\n{table(row['profile'], PROFILE)}")
         self._worker.end()
 

@@ -146,8 +146,10 @@ class MeasuredSystem:
         """Count the graphs of torch.compile so far, and the reasons of graph breaks."""
         from torch._dynamo.utils import counters
 
-        graphs = counters["stats"].get("unique_graphs", 0)
-        return {"graphs": graphs, "breaks": dict(counters["graph_break"])}
+        return {
+            "graphs": counters["stats"].get("unique_graphs", 0),
+            "breaks": dict(counters["graph_break"]),
+        }
 
     def peak_bytes(self) -> int:
         return peak_memory().bytes
@@ -158,8 +160,9 @@ class Ours(MeasuredSystem):
 
     def __init__(self, spec: Specification) -> None:
         super().__init__(spec)
-        facts = RunFacts(self.plan, spec.name)
-        job = Job(facts, Path("unused"), compiled=spec.compiled)
+        job = Job(
+            RunFacts(self.plan, spec.name), Path("unused"), compiled=spec.compiled
+        )
         self.engine = build_engine(job, self.grid, print)
 
     def step(self) -> Work:
@@ -187,8 +190,9 @@ class Transformers(MeasuredSystem):
                 if parameter.dim() > 1:
                     torch.nn.init.normal_(parameter, std=self.recipe.init_std)
         if self.recipe.checkpoint_interval:
-            how = {"use_reentrant": False}
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
+            model.gradient_checkpointing_enable(
+                gradient_checkpointing_kwargs={"use_reentrant": False}
+            )
         if spec.compiled:
             model.compile()
         self.engine = initialize(self.plan, model, self.grid)
@@ -278,9 +282,11 @@ class Bare(PlainLoop):
     def __init__(self, spec: Specification) -> None:
         super().__init__(spec)
         recipe = self.recipe
-        init = Init(recipe.seed, recipe.init_std, recipe.model.layers)
-        shape = model_shape(recipe, self.plan.padded_vocab)
-        model = family_of(recipe.model).plain(shape, group=None, init=init)
+        model = family_of(recipe.model).plain(
+            model_shape(recipe, self.plan.padded_vocab),
+            group=None,
+            init=Init(recipe.seed, recipe.init_std, recipe.model.layers),
+        )
         model.to(self.device)
         groups = parameter_groups(model, recipe.optimizer.weight_decay)
         self.parameters: list[Any] = []
@@ -335,8 +341,9 @@ class Nano(PlainLoop):
         self.optimizer = self.adamw(groups)
         mixed = on_gpu and self.dtype != torch.float32
         self.autocast = torch.autocast(self.device.type, self.dtype, enabled=mixed)
-        scaled = mixed and self.dtype == torch.float16
-        self.scaler = torch.amp.GradScaler(enabled=scaled)
+        self.scaler = torch.amp.GradScaler(
+            enabled=mixed and self.dtype == torch.float16
+        )
         if spec.compiled:
             model.compile()
         self.called = model
@@ -348,8 +355,9 @@ class Nano(PlainLoop):
 
     def optimize(self) -> None:
         self.scaler.unscale_(self.optimizer)
-        clip = self.recipe.optimizer.clip
-        torch.nn.utils.clip_grad_norm_(self.called.parameters(), clip)
+        torch.nn.utils.clip_grad_norm_(
+            self.called.parameters(), self.recipe.optimizer.clip
+        )
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)

@@ -45,8 +45,9 @@ class Worker:
             return self._pipe.recv()
         except (EOFError, OSError):
             lines = self._log.read_text(errors="replace").strip().splitlines()
-            said = "\n".join(lines[-LAST_LINES:])
-            raise WorkerFailed(said or "it ended without a word") from None
+            raise WorkerFailed(
+                "\n".join(lines[-LAST_LINES:]) or "it ended without a word"
+            ) from None
 
     def end(self) -> None:
         """End the process."""

@@ -32,7 +32,7 @@ from recipes.schema import (
     Width,
 )
 from recipes.tasks import TASKS
-from tools.planner.cases import QUANTITIES, Case, of_published_tables
+from tools.planner.cases import QUANTITIES, Case
 from tools.planner.fitting import initial_constants
 
 OTHER_DOCUMENTS = Path(__file__).with_name("other_documents.csv")
@@ -185,11 +185,6 @@ class CsvRow(BaseModel, frozen=True, allow_inf_nan=False, extra="forbid"):
         if written.isdigit():
             return [(int(written), False)]
         return [(int(written == "full"), written == "selective")]
-
-
-def published_cases() -> list[Case]:
-    """Return the rows of recipes/ and of other documents."""
-    return [*of_published_tables(), *read()]
 
 
 def read(path: Path = OTHER_DOCUMENTS) -> list[Case]:

@@ -105,20 +105,27 @@ def describe(
     sections = [wrapped(ABOUT, width), table(lines, HEADINGS, width=width)]
     sections.append(table(_kinds(validation), KINDS, width=width))
     if errors["allocated"]:
-        both = "allocated memory, of rows that print it too"
-        sections.append(f"{both}: {errors['allocated']}")
+        sections.append(
+            f"allocated memory, of rows that print it too: {errors['allocated']}"
+        )
     small = _errors([ratio for ratio in validation.ratios["time"] if waits(ratio.case)])
     if small:
         told = fitted().waiting
-        seen = f"these too few: such predictions bear {told.median:.0%}, the median of {told.rows} other rows"
         where = f"of rows in which the GPU waits for the host ({WAITING:.0%} or more)"
-        sections.append(wrapped(f"time, {where}: {small}; {seen}", width))
+        sections.append(
+            wrapped(
+                f"time, {where}: {small}; "
+                f"these too few: such predictions bear {told.median:.0%}, the median of {told.rows} other rows",
+                width,
+            )
+        )
     sections += _verdicts(validation.verdicts)
     if validation.excluded:
         excluded = ["shown, and not compared:"]
         for case, why in validation.excluded:
-            said = f"  {case.table}/{case.name}: {why}"
-            excluded.append(wrapped(said, width, hang=4))
+            excluded.append(
+                wrapped(f"  {case.table}/{case.name}: {why}", width, hang=4)
+            )
         sections.append("\n".join(excluded))
     sections.append(wrapped(_systems(validation.cases), width))
     if validation.unfitted:
@@ -183,8 +190,10 @@ def _verdicts(verdicts: Sequence[MemoryVerdict]) -> tuple[str, str]:
     for each in verdicts:
         if not each.right:
             printed = "OOM" if each.case.oom else "ran"
-            row = f"  {each.case.document}, {each.case.name}: printed {printed}"
-            wrong.append(f"{row}, predicted {each.share:.0%} of the memory")
+            wrong.append(
+                f"  {each.case.document}, {each.case.name}: printed {printed}"
+                f", predicted {each.share:.0%} of the memory"
+            )
     head = "verdicts that are wrong:" if wrong else "no verdict is wrong"
     headings = ("memory verdicts", "predicted OOM", "predicted to fit")
     return table(rows, headings, "lrr"), "\n".join([head, *wrong])
@@ -199,5 +208,9 @@ def _rows(compared: Sequence[Ratio], unit: float, width: int | None) -> str:
         names = case.document, case.name, case.step[0].software.name
         numbers = f"{ours:.4g}", f"{theirs:.4g}", f"{ours / theirs:.2f}"
         lines.append([*names, *numbers])
-    headings = ["document", "row", "as run by", "predicted", "published", "ratio"]
-    return table(lines, headings, "lllrrr", width)
+    return table(
+        lines,
+        ["document", "row", "as run by", "predicted", "published", "ratio"],
+        "lllrrr",
+        width,
+    )

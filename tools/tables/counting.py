@@ -122,6 +122,6 @@ def full_shape(parameter: nn.Parameter) -> list[int]:
     """Return the shape of the full, unpadded tensor of this rank's `parameter`."""
     shape = list(parameter.shape)
     shard = shard_of(parameter)
-    if shard is not None:
+    if shard:
         shape[shard.dim] = shard.entries
     return shape

@@ -242,8 +242,11 @@ def _checked(table: Table, loaded: PublishedTable) -> CheckedTable:
         own = row.recipe
         if own and row.published:
             length = own.steps, own.batch.global_, own.sequence_length
-            line = table, row.name, row.cells, row.published, length
-            rows.append(CheckedRow(*line, own, source))
+            rows.append(
+                CheckedRow(
+                    table, row.name, row.cells, row.published, length, own, source
+                )
+            )
         elif row.no_recipe:
             other = loaded.evidence.others[row.name]
             its = other.pretraining

@@ -64,15 +64,14 @@ def _product(
     printed, *factors = map(value, keys)
     if "batch.accumulation" in keys:
         factors[1] = factors[1] or 1
-    known = [each for each in factors if each is not None]
-    product = math.prod(known)
-    computed = f"{' x '.join(map(str, known))} = {product}"
-    if printed is None:
-        why = "the row has no such number"
-        return row.not_checkable(quantity, why, computed=computed)
-    if len(known) < len(factors):
-        return row.not_checkable(quantity, "the recipe leaves a factor open", printed)
-    return row.compare(quantity, printed, computed, product == printed)
+    # one that the recipe leaves open makes the product wrong
+    product = math.prod(each or 0 for each in factors)
+    return row.compare(
+        quantity,
+        printed,
+        f"{' x '.join(map(str, factors))} = {product}",
+        product == printed,
+    )
 
 
 # --- sizes
@@ -136,7 +135,7 @@ def sizes(row: CheckedRow) -> Checks:
     ):
         if printed is not None:
             yield _to_the_unit(row, quantity, printed, counted, ranks)
-    if published.size_label is not None:
+    if published.size_label:
         yield _label(row, published.size_label, counted)
     elif published.parameters is None:
         why = "the row prints no model size"
@@ -152,8 +151,7 @@ def sizes(row: CheckedRow) -> Checks:
 def _first_differences(counted: RankCounts, expected: RankCounts) -> str:
     """Say which stages differ, rank by rank: this project's mistake, never a source's."""
     wrong = []
-    pairs = zip(counted.held, expected.held, strict=True)
-    for stage, (got, want) in enumerate(pairs):
+    for stage, (got, want) in enumerate(zip(counted.held, expected.held, strict=True)):
         if got != want:
             wrong.append(f"stage {stage}: {got} for {want}")
     once = f"once {counted.once}, layers {set(counted.layers)}"
@@ -165,17 +163,15 @@ def _to_the_unit(
 ) -> LineCheck:
     """Compare with the parameters of all ranks, or of one; a wrong number may fit another layout."""
     computed = counted.all_ranks // ranks
-    reason = row.unknown_reason("model")
-    if reason:
-        return row.not_checkable(quantity, reason, printed, computed)
     if printed == computed:
         return row.compare(quantity, printed, computed, how=True)
     hint = ""
     share = f" / {ranks}" if ranks > 1 else ""
     model = row.recipe.model
     for tp in reversed(DEGREES):
-        padded = model.embedding_rows(tp)
-        held = cost.parameters_per_rank(model, row.recipe.positions, padded, tp)
+        held = cost.parameters_per_rank(
+            model, row.recipe.positions, model.embedding_rows(tp), tp
+        )
         if tp * held == printed * ranks:
             hint = f" (the printed one is the count at tp {tp}{share})"
     return row.compare(quantity, printed, f"{computed}{hint}", None)
@@ -188,8 +184,9 @@ def _label(row: CheckedRow, label: str, counted: RankCounts) -> LineCheck:
     plain = f"{counted.once / unit:.4g}{label[-1:]}"
     reason = row.unknown_reason("model")
     if reason:
-        why = f"the model stands in: {reason}"
-        return row.not_checkable("size label", why, label, plain)
+        return row.not_checkable(
+            "size label", f"the model stands in: {reason}", label, plain
+        )
     how = agreement(size, counted.once)
     if how in ("exact", "rounded"):
         return row.compare("size label", label, plain, how)
@@ -230,10 +227,13 @@ def missing_time(row: CheckedRow) -> Checks:
 
 def formula(row: CheckedRow, parameters: float, seconds: float) -> float:
     """Return TFLOPS per GPU by the documents' formula, with batch and GPUs as printed."""
-    length = row.recipe.sequence_length
-    recomputed = row.recipe.checkpoint_interval > 0
     return cost.published_tflops(
-        parameters, length, row.batch, seconds, row.gpus, checkpointing=recomputed
+        parameters,
+        row.recipe.sequence_length,
+        row.batch,
+        seconds,
+        row.gpus,
+        checkpointing=row.recipe.checkpoint_interval > 0,
     )
 
 
@@ -251,8 +251,12 @@ def samples(row: CheckedRow) -> Checks:
     seconds = row.printed_number(TIME)
     if rate and seconds:
         computed, how = recompute(rate, IN_TIME, lambda s: row.batch / s, seconds)
-        division = f"{row.batch} / {seconds.value:g} s = {computed:.3f}"
-        yield row.compare("samples/s", rate.text, division, how)
+        yield row.compare(
+            "samples/s",
+            rate.text,
+            f"{row.batch} / {seconds.value:g} s = {computed:.3f}",
+            how,
+        )
 
 
 def tflops(row: CheckedRow) -> Checks:
@@ -270,11 +274,7 @@ def tflops(row: CheckedRow) -> Checks:
         )
         yield row.compare("TFLOPS", printed.text, f"{exact:.4g}, every product", how)
         return
-    if label is None:
-        why = "the row prints no model size for the formula"
-        yield row.not_checkable("TFLOPS", why, printed.text)
-        return
-    size = _size(label).value
+    size = _size(label or "").value
     computed, how = recompute(
         printed, IN_TIME, lambda s: formula(row, size, s), seconds
     )
@@ -341,13 +341,15 @@ def share_of_peak(row: CheckedRow) -> Checks:
     printed = row.printed_number("published.peak_percent")
     rate = row.printed_number(TFLOPS)
     peak = row.value("hardware.peak_tflops")
-    if printed and (rate is None or peak is None):
-        why = "needs TFLOPS and a peak"
-        yield row.not_checkable("share of peak", why, printed.text)
-    elif printed and rate:
+    if printed:
+        assert rate and peak, f"{row.full_name}: a share of the peak needs both"
         computed, how = recompute(printed, IN_TFLOPS, lambda t: 100 * t / peak, rate)
-        division = f"{rate.text} / {peak:g} = {computed:.2f} %"
-        yield row.compare("share of peak", printed.text, division, how)
+        yield row.compare(
+            "share of peak",
+            printed.text,
+            f"{rate.text} / {peak:g} = {computed:.2f} %",
+            how,
+        )
 
 
 def speedup(row: CheckedRow) -> Checks:
@@ -357,13 +359,14 @@ def speedup(row: CheckedRow) -> Checks:
     slower = next((each for each in row.source.rows if each.full_name == over), None)
     own = _peak(row)
     least = slower and _peak(slower)
-    if printed and slower and own and least:
-        how = agreement(printed, own / least)
-        division = f"{own:g} / {least:g} TFLOPS = {own / least:.3f}, of the peaks"
-        yield row.compare(f"speed over {slower.name}", printed.text, division, how)
-    elif printed:
-        why = "needs that row of the table, and both peaks"
-        yield row.not_checkable("speed over another row", why)
+    if printed:
+        assert slower and own and least, f"{row.full_name}: {over} and both peaks"
+        yield row.compare(
+            f"speed over {slower.name}",
+            printed.text,
+            f"{own:g} / {least:g} TFLOPS = {own / least:.3f}, of the peaks",
+            agreement(printed, own / least),
+        )
 
 
 def speeds_of_other_runs(row: CheckedRow) -> Checks:
@@ -389,8 +392,12 @@ def _other_run(row: CheckedRow, run: OtherRun, source: str) -> LineCheck:
     exact, how = recompute(
         printed, IN_TIME, lambda s: cost.exact_tflops(work, s, run.gpus), seconds
     )
-    quantity = f"TFLOPS, batch {run.batch} in {time} ms on {run.gpus} GPUs"
-    return row.compare(quantity, run.tflops, f"{exact:.4g}", how and f"{how}: {source}")
+    return row.compare(
+        f"TFLOPS, batch {run.batch} in {time} ms on {run.gpus} GPUs",
+        run.tflops,
+        f"{exact:.4g}",
+        how and f"{how}: {source}",
+    )
 
 
 # --- rows of a table to each other
@@ -402,10 +409,8 @@ def scaling(row: CheckedRow) -> Checks:
     rate = row.printed_number(TFLOPS)
     whole = [r for r in row.source.rows if r.published.weak_scaling_percent == 100]
     of_base = whole[0].printed_number(TFLOPS) if whole else None
-    if printed and not (rate and of_base):
-        why = "needs the TFLOPS of the row and of a baseline"
-        yield row.not_checkable("weak scaling", why, printed.text)
-    elif printed and rate and of_base:
+    if printed:
+        assert rate and of_base, f"{row.full_name}: a row of 100 %, TFLOPS of both"
         computed, how = recompute(
             printed, IN_TFLOPS, lambda t, b: 100 * t / b, rate, of_base
         )
@@ -426,9 +431,13 @@ def time_over_micro_batches(row: CheckedRow) -> Checks:
             slowest = other
             least = seconds
     if slowest:
-        than = f"as {slowest.name} took for micro-batch {slowest.micro}"
-        printed = row.text_of(TIME) or own
-        yield row.compare("time", printed, f"at most {least:g} s, {than}", None)
+        yield row.compare(
+            "time",
+            row.text_of(TIME) or own,
+            f"at most {least:g} s, "
+            f"as {slowest.name} took for micro-batch {slowest.micro}",
+            None,
+        )
 
 
 def _alike(row: CheckedRow) -> list[CheckedRow]:
@@ -492,16 +501,20 @@ def memory(row: CheckedRow) -> Checks:
         limits += f" to {capacity:g} GB"
     between = states <= cached <= (capacity or cached)
     how = "between them: bounds, no value" if between else None
-    printed = row.text_of("published.cached_gb") or cached
-    yield row.compare("cached", printed, limits, how)
+    yield row.compare(
+        "cached", row.text_of("published.cached_gb") or cached, limits, how
+    )
     larger = [r for r in _with_larger_micro(row) if r.published.cached_gb]
     if larger:
         other = min(larger, key=lambda r: r.published.cached_gb or 0.0)
         least = other.published.cached_gb or 0.0
-        than = f"as {other.name} had for micro-batch {other.micro}"
         how = "no more than a larger batch" if cached <= least else None
-        computed = f"at most {least:g} GB, {than}"
-        yield row.compare("cached, over micro-batches", f"{cached:g}", computed, how)
+        yield row.compare(
+            "cached, over micro-batches",
+            f"{cached:g}",
+            f"at most {least:g} GB, as {other.name} had for micro-batch {other.micro}",
+            how,
+        )
 
 
 def states_gb(row: CheckedRow) -> float:
@@ -513,10 +526,21 @@ def _out_of_memory(row: CheckedRow, states: float, capacity: float | None) -> Li
     """Check an OOM: a larger batch that ran contradicts it, larger model states confirm it."""
     for other in _alike(row):
         if not other.published.oom and other.micro >= row.micro:
-            ran = f"micro-batch {other.micro} of the same model ran"
-            return row.compare("out of memory", "OOM", ran, None)
+            return row.compare(
+                "out of memory",
+                "OOM",
+                f"micro-batch {other.micro} of the same model ran",
+                None,
+            )
     if capacity and states > capacity:
-        computed = f"{states:.1f} GB of model states on {capacity:g} GB"
-        return row.compare("out of memory", "OOM", computed, "they do not fit")
-    why = "the model states fit: activations decide, which nothing printed gives"
-    return row.not_checkable("out of memory", why, "OOM")
+        return row.compare(
+            "out of memory",
+            "OOM",
+            f"{states:.1f} GB of model states on {capacity:g} GB",
+            "they do not fit",
+        )
+    return row.not_checkable(
+        "out of memory",
+        "the model states fit: activations decide, which nothing printed gives",
+        "OOM",
+    )

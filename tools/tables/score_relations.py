@@ -55,11 +55,7 @@ def _trained_tokens(line: Line, own: Sequence[Line]) -> Checks:
         return
     printed = Printed.read(f"{ratio:g}")
     smallest = own[0].pretraining if own else None
-    assert printed
-    if line.pretraining is None or smallest is None:
-        why = "no source gives the length of its pretraining"
-        yield line.not_checkable("trained tokens", why, printed.text)
-        return
+    assert printed and line.pretraining and smallest, line.full_name
     computed = prod(line.pretraining) / prod(smallest)
     ours, least = (
         f"{steps:,} x {batch} x {length}"
@@ -85,8 +81,12 @@ def _race(line: Line) -> Checks:
 
         computed, how = recompute(whole, "the parts", mean, *parts)
         questions = f"{RACE_TEST[0]} x {race.middle} + {RACE_TEST[1]} x {race.high}"
-        said = f"({questions}) / {sum(RACE_TEST)} = {computed:.2f}"
-        yield line.compare("RACE, of middle and high", whole.text, said, how)
+        yield line.compare(
+            "RACE, of middle and high",
+            whole.text,
+            f"({questions}) / {sum(RACE_TEST)} = {computed:.2f}",
+            how,
+        )
 
 
 def _squad(line: Line) -> Checks:

@@ -77,8 +77,11 @@ def _cells(line: Line) -> Checks:
         if cell.key:
             yield _cell(line, cell, cell.key, f'cell "{cell.heading}"')
         else:
-            why = "free text, or of another run: no key of the recipe"
-            yield line.not_checkable("cell", why, f"{cell.heading}: {cell.text}")
+            yield line.not_checkable(
+                "cell",
+                "free text, or of another run: no key of the recipe",
+                f"{cell.heading}: {cell.text}",
+            )
 
 
 def _cell(line: Line, cell: Cell, key: str, quantity: str) -> LineCheck:

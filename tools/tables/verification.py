@@ -122,8 +122,8 @@ def _singles(
         return {}
     if name not in published:
         fix = did_you_mean(name, published)
-        raise ProblemsError(
-            [Problem("evidence.single_models", name, "no such published table", fix)]
+        raise ProblemsError.of(
+            "evidence.single_models", name, "no such published table", fix
         )
     (of_singles,) = checked_tables([published[name]])
     lines = (*of_singles.rows, *of_singles.others)
