@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ds_configs.findings import ConfigError
 from ds_configs.plan import Machine, Plan
@@ -62,83 +60,108 @@ class LayoutCase:
         return replace(self, name=f"{self.name} compiled", compiled_from=self.name)
 
 
-def _case(name: str, ds_config: str, **other: Any) -> LayoutCase:
-    """Make the case of a layout by its name, which has the degrees above 1: tp2, pp2, dp2."""
-    for kind in ("tp", "pp", "dp"):
-        degree = re.search(rf"\b{kind}(\d)", name)
-        other[kind] = int(degree[1]) if degree else 1
-    return LayoutCase(name, ds_config=ds_config, **other)
-
-
-REFERENCE = _case("one process", "zero0")
+REFERENCE = LayoutCase("one process", 1, 1, 1, "zero0")
 CASES = (
-    _case("accumulation 4", "zero0", accumulation=4),
-    _case("own accumulation", "zero1", accumulation=None),
-    _case("recomputed", "zero1", checkpointing="full"),
-    _case("recomputed by 2", "zero3", checkpointing="2"),
-    _case("tp2", "zero0"),
-    _case(
-        "tp2 accumulation 4, recomputed", "zero1", accumulation=4, checkpointing="full"
+    LayoutCase("accumulation 4", 1, 1, 1, "zero0", accumulation=4),
+    LayoutCase("own accumulation", 1, 1, 1, "zero1", accumulation=None),
+    LayoutCase("recomputed", 1, 1, 1, "zero1", checkpointing="full"),
+    LayoutCase("recomputed by 2", 1, 1, 1, "zero3", checkpointing="2"),
+    LayoutCase("tp2", 2, 1, 1, "zero0"),
+    LayoutCase(
+        "tp2 accumulation 4, recomputed",
+        2,
+        1,
+        1,
+        "zero1",
+        accumulation=4,
+        checkpointing="full",
     ),
-    _case("tp2 zero3", "zero3"),
-    _case("pp2", "pipeline"),
-    _case("pp2 accumulation 4", "pipeline", accumulation=4),
-    _case(
+    LayoutCase("tp2 zero3", 2, 1, 1, "zero3"),
+    LayoutCase("pp2", 1, 2, 1, "pipeline"),
+    LayoutCase("pp2 accumulation 4", 1, 2, 1, "pipeline", accumulation=4),
+    LayoutCase(
         "pp2 accumulation 4, recomputed",
+        1,
+        2,
+        1,
         "pipeline",
         accumulation=4,
         checkpointing="full",
     ),
-    _case("pp2 own accumulation", "pipeline", accumulation=None),
-    _case("dp2 zero0", "zero0"),
-    _case("dp2 zero1", "zero1"),
-    _case("dp2 zero2", "zero2"),
-    _case("dp2 zero3", "zero3"),
-    _case("dp2 zero2 offload", "zero2_offload"),
-    _case("dp2 zero3 offload", "zero3_offload", accumulation=4),
-    _case("dp2 zero2 own accumulation", "zero2", accumulation=None),
-    _case("tp3", "zero0"),
-    _case("pp3", "pipeline", accumulation=None),
-    _case("tp2 dp2 zero1", "zero1"),
-    _case("tp2 dp2 zero2", "zero2", accumulation=4),
-    _case("tp2 dp2 zero3", "zero3"),
-    _case("tp2 dp2 zero3 offload, recomputed", "zero3_offload", checkpointing="full"),
-    _case("pp2 dp2", "pipeline", accumulation=4),
-    _case("tp2 pp2", "3d", accumulation=4),
-    _case("tp2 pp2 recomputed", "3d", checkpointing="full"),
-    _case("tp4", "zero1"),
-    _case("tp2 pp2 dp2", "3d", accumulation=4),
-    _case("sequence tp2", "zero0", sequence=True),
-    _case(
-        "sequence tp2 zero1, recomputed", "zero1", checkpointing="full", sequence=True
+    LayoutCase("pp2 own accumulation", 1, 2, 1, "pipeline", accumulation=None),
+    LayoutCase("dp2 zero0", 1, 1, 2, "zero0"),
+    LayoutCase("dp2 zero1", 1, 1, 2, "zero1"),
+    LayoutCase("dp2 zero2", 1, 1, 2, "zero2"),
+    LayoutCase("dp2 zero3", 1, 1, 2, "zero3"),
+    LayoutCase("dp2 zero2 offload", 1, 1, 2, "zero2_offload"),
+    LayoutCase("dp2 zero3 offload", 1, 1, 2, "zero3_offload", accumulation=4),
+    LayoutCase("dp2 zero2 own accumulation", 1, 1, 2, "zero2", accumulation=None),
+    LayoutCase("tp3", 3, 1, 1, "zero0"),
+    LayoutCase("pp3", 1, 3, 1, "pipeline", accumulation=None),
+    LayoutCase("tp2 dp2 zero1", 2, 1, 2, "zero1"),
+    LayoutCase("tp2 dp2 zero2", 2, 1, 2, "zero2", accumulation=4),
+    LayoutCase("tp2 dp2 zero3", 2, 1, 2, "zero3"),
+    LayoutCase(
+        "tp2 dp2 zero3 offload, recomputed",
+        2,
+        1,
+        2,
+        "zero3_offload",
+        checkpointing="full",
     ),
-    _case("sequence tp2 zero3", "zero3", sequence=True),
-    _case("sequence tp4", "zero1", sequence=True),
-    _case("sequence tp2 dp2 zero2", "zero2", accumulation=4, sequence=True),
-    _case(
+    LayoutCase("pp2 dp2", 1, 2, 2, "pipeline", accumulation=4),
+    LayoutCase("tp2 pp2", 2, 2, 1, "3d", accumulation=4),
+    LayoutCase("tp2 pp2 recomputed", 2, 2, 1, "3d", checkpointing="full"),
+    LayoutCase("tp4", 4, 1, 1, "zero1"),
+    LayoutCase("tp2 pp2 dp2", 2, 2, 2, "3d", accumulation=4),
+    LayoutCase("sequence tp2", 2, 1, 1, "zero0", sequence=True),
+    LayoutCase(
+        "sequence tp2 zero1, recomputed",
+        2,
+        1,
+        1,
+        "zero1",
+        checkpointing="full",
+        sequence=True,
+    ),
+    LayoutCase("sequence tp2 zero3", 2, 1, 1, "zero3", sequence=True),
+    LayoutCase("sequence tp4", 4, 1, 1, "zero1", sequence=True),
+    LayoutCase(
+        "sequence tp2 dp2 zero2", 2, 1, 2, "zero2", accumulation=4, sequence=True
+    ),
+    LayoutCase(
         "sequence tp2 dp2 zero3 offload, recomputed",
+        2,
+        1,
+        2,
         "zero3_offload",
         checkpointing="full",
         sequence=True,
     ),
-    _case("sequence tp2 pp2", "3d", accumulation=4, sequence=True),
-    _case(
+    LayoutCase("sequence tp2 pp2", 2, 2, 1, "3d", accumulation=4, sequence=True),
+    LayoutCase(
         "sequence tp2 pp2 dp2, selective",
+        2,
+        2,
+        2,
         "3d",
         checkpointing="selective",
         sequence=True,
     ),
-    _case("selective", "zero1", checkpointing="selective"),
-    _case("selective tp2", "zero0", checkpointing="selective"),
-    _case("selective dp2 zero3", "zero3", checkpointing="selective"),
-    _case(
+    LayoutCase("selective", 1, 1, 1, "zero1", checkpointing="selective"),
+    LayoutCase("selective tp2", 2, 1, 1, "zero0", checkpointing="selective"),
+    LayoutCase("selective dp2 zero3", 1, 1, 2, "zero3", checkpointing="selective"),
+    LayoutCase(
         "selective pp2 accumulation 4",
+        1,
+        2,
+        1,
         "pipeline",
         accumulation=4,
         checkpointing="selective",
     ),
-    _case("pure bf16 dp2", "pure_bf16", accumulation=4, states="bf16"),
-    _case("pure bf16 tp2", "pure_bf16", states="bf16"),
+    LayoutCase("pure bf16 dp2", 1, 1, 2, "pure_bf16", accumulation=4, states="bf16"),
+    LayoutCase("pure bf16 tp2", 2, 1, 1, "pure_bf16", states="bf16"),
 )
 
 
