@@ -153,13 +153,17 @@ def check_sources(recipe: Recipe, say: Say = quiet) -> list[str]:
         )
     for origin in data.origins:
         if origin.source == "store":
-            size = recipe.model.vocab_size
             check_ready_made(
-                data.tokenizer.kind, sequences_of(family), origin, size, tokenizer
+                data.tokenizer.kind,
+                sequences_of(family),
+                origin,
+                recipe.model.vocab_size,
+                tokenizer,
             )
         elif tokenizer and origin.source not in ("packaged", "hub"):
-            source = open_source(origin, quiet, SkippedRecords())
-            share = unknown_share(tokenizer, source)
+            share = unknown_share(
+                tokenizer, open_source(origin, quiet, SkippedRecords())
+            )
             if share:
                 unknown = tokenizer.unk_token
                 said.append(f"{share:.2%} of the first tokens are {unknown}")

@@ -69,8 +69,9 @@ def fields_of_windows(windows: np.ndarray, border: int | None) -> GptFields:
         return GptFields(window=windows)
     from data.samples.documents import places_in_documents
 
-    places = places_in_documents(windows[:, :-1], border)
-    return GptFields(window=windows, places=places)
+    return GptFields(
+        window=windows, places=places_in_documents(windows[:, :-1], border)
+    )
 
 
 class TokenStream:

@@ -212,8 +212,10 @@ class Encoder:
             shown = some([*map(repr, lost)], 8)
             came = f"the vocabulary would lose {shown}"
             rule = "it has neither every byte nor a token for what it does not know"
-            kind = Setting("data.tokenizer.kind", "trained_bpe")
-            fix = ("give another one, or set ", kind)
+            fix = (
+                "give another one, or set ",
+                Setting("data.tokenizer.kind", "trained_bpe"),
+            )
             raise ProblemsError.of("data.tokenizer.path", came, rule, fix)
 
 

@@ -44,9 +44,11 @@ def named_path(origin: Origin) -> tuple[Path, bool]:
     try:
         return path, path.exists()
     except (OSError, ValueError) as error:  # a name too long, a NUL
-        named = Setting("data.name", origin.name)
         raise ProblemsError.of(
-            "data.name", named, str(error), "give another path"
+            "data.name",
+            Setting("data.name", origin.name),
+            str(error),
+            "give another path",
         ) from error
 
 

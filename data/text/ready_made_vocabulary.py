@@ -101,8 +101,12 @@ def bert_tokenizer(kind: str, path: str | None) -> PreTrainedTokenizerFast:
     if len(tokenizer) != size or tokenizer.encode("Hello world") != hello:
         came = f"{where} holds {len(tokenizer)} tokens"
         rule = f"it is not the vocabulary of {hub_name} ({size} tokens, 'Hello world' is {hello})"
-        file = Setting("data.tokenizer.kind", "file")
-        fix = ("for another vocabulary set ", file, " and ", Key("data.tokenizer.path"))
+        fix = (
+            "for another vocabulary set ",
+            Setting("data.tokenizer.kind", "file"),
+            " and ",
+            Key("data.tokenizer.path"),
+        )
         raise ProblemsError.of("data.tokenizer.path", came, rule, fix)
     return tokenizer
 

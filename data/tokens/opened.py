@@ -149,8 +149,12 @@ def cached_store(
         encode = (
             SentenceEncoder(tokenizer, sentences) if sentences else Encoder(tokenizer)
         )
-        writer = StoreWriter(prefix, vocabulary_size(tokenizer))
-        facts = made_of | _tokenize(encode(source.documents()), writer, what, say)
+        facts = made_of | _tokenize(
+            encode(source.documents()),
+            StoreWriter(prefix, vocabulary_size(tokenizer)),
+            what,
+            say,
+        )
         left_out = source.skipped.found() if source.skipped else []
         facts["left_out"] = SkippedRecords.describe(left_out) if left_out else ""
         content = json.dumps(facts, indent=2)
@@ -316,8 +320,10 @@ def check_ready_made(
 
 def outside_vocabulary(what: str, vocab_size: int) -> ProblemsError:
     """Make the error for a token of a store outside the recipe's vocabulary."""
-    size = Setting("model.vocab_size", vocab_size)
-    came = (f"{what} is outside the vocabulary of ", size)
+    came = (
+        f"{what} is outside the vocabulary of ",
+        Setting("model.vocab_size", vocab_size),
+    )
     vocabulary = ("set ", Key("data.tokenizer.kind"), " and ", Key("model.vocab_size"))
     fix = (*vocabulary, " to the vocabulary that the store was made with")
     return ProblemsError.of("model.vocab_size", came, fix=fix)
