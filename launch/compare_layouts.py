@@ -76,12 +76,8 @@ def main() -> None:
     terminal.quiet_libraries()
     cases = chosen_cases(args)
     if args.list:
-        print(
-            "\n".join(
-                f"{c.name:<36} {counted(c.processes, 'process')}, {c.ds_config}"
-                for c in cases
-            )
-        )
+        for c in cases:
+            print(f"{c.name:<36} {counted(c.processes, 'process')}, {c.ds_config}")
         return
     try:
         refuse_tasks(os.environ)
@@ -107,11 +103,9 @@ def main() -> None:
             recipe, [REFERENCE, *cases], out or Path(temporary), keep=bool(out)
         )
         reference = next(outcomes)
-        rows = (
-            [compare(reference, other) for other in outcomes]
-            if not reference.failure
-            else []
-        )
+        rows = []
+        if not reference.failure:
+            rows = [compare(reference, other) for other in outcomes]
     print("\n" + table(reference, rows, left_out, terminal.columns()))
     if picture and rows:
         from launch.experiments.parity.curves import (

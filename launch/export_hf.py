@@ -134,9 +134,12 @@ def export(
     place = place.resolve() if place.is_symlink() else place
     tokenizer = vocabulary.load(run)
     repository = hub_repository.opened(push) if push else None
-    size = checkpoint.manifest.bytes
     with bar(
-        sys.stderr, total=size, unit="B", unit_scale=True, desc="checksums"
+        sys.stderr,
+        total=checkpoint.manifest.bytes,
+        unit="B",
+        unit_scale=True,
+        desc="checksums",
     ) as shown:
         done = exporting.export(
             checkpoint, recipe, tokenizer, place, dtype, run=run, compare_logits=compare_logits,

@@ -255,11 +255,9 @@ def checked(args: argparse.Namespace) -> Job:
     first = recipe_of(*of)
     corpus = task_corpus.build(first, say_on_rank_0)
     original = recipe_of(*of, examples=len(corpus.train))
-    weights = (
-        None
-        if args.from_scratch
-        else InitialWeights(args.init, stated=args.weights_args)
-    )
+    weights = None
+    if not args.from_scratch:
+        weights = InitialWeights(args.init, stated=args.weights_args)
     recipe = cut_to(original, args.steps)
     config = args.ds_config or recipe.ds_config
     plan = plan_of(args, recipe, config, machine, weights)

@@ -180,8 +180,9 @@ def checked_job(args: argparse.Namespace) -> WritingJob:
         top_k = usual if args.top_k is None else args.top_k or None
         sampling = Sampling(args.temperature, top_k, args.top_p or 1.0)
     never = unused_numbers(model.tokenizer, model.recipe.model.vocab_size)
-    end = model.tokenizer.eos_token_id
-    how = Decoding(args.tokens, end, never, sampling, args.seed)
+    how = Decoding(
+        args.tokens, model.tokenizer.eos_token_id, never, sampling, args.seed
+    )
     return writing.WritingJob(model, prompts, args.samples, how, args.dtype, out)
 
 

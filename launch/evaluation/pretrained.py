@@ -83,11 +83,14 @@ def pretrained_in(weights: str) -> Pretrained | None:
         launch = run and run.newest_launch()
     if not launch:
         return None
-    place = str(checkpoint.directory.resolve())
-    name = launch.row
-    steps = saved.recipe.steps
-    changed = changed_from_row(name, saved.recipe)
-    return Pretrained(place, name, launch.tiny, checkpoint.step, steps, changed)
+    return Pretrained(
+        str(checkpoint.directory.resolve()),
+        launch.row,
+        launch.tiny,
+        checkpoint.step,
+        saved.recipe.steps,
+        changed_from_row(launch.row, saved.recipe),
+    )
 
 
 def changed_from_row(name: str, recipe: Recipe) -> tuple[str, ...] | None:
@@ -107,8 +110,6 @@ def keep(run: Path, pretrained: Pretrained) -> None:
 def read(run: Path) -> Pretrained | None:
     """Read the pretraining run of a fine-tuning run; None without one. Raises FileError."""
     path = run / NAME
-    return (
-        files.checked(_FORM, files.read_json_object(path), path)
-        if path.exists()
-        else None
-    )
+    if not path.exists():
+        return None
+    return files.checked(_FORM, files.read_json_object(path), path)

@@ -241,8 +241,9 @@ class ScoredModel(HFLM):  # type: ignore[misc]  # lm-eval has no types
     def _within_documents(self, tokens: Tensor) -> dict[str, Tensor]:
         """Return positions and mask of windows (B, S) with the borders of the training."""
         data = self._job.model.recipe.data
-        border = self.prefix_token_id
-        places = torch.from_numpy(places_in_documents(tokens.cpu().numpy(), border))
+        places = torch.from_numpy(
+            places_in_documents(tokens.cpu().numpy(), self.prefix_token_id)
+        )
         document = (places == 0).cumsum(1)
         seen = document[:, :, None] == document[:, None]
         if data.attend == "window":

@@ -70,8 +70,7 @@ class TrainedModel:
             for remark in self.remarks or (str(self.weights),):
                 terminal.say(f"weights: {remark}", sys.stderr)
             weights = foreign_weights.read(self.weights, self.recipe)
-        made = in_transformers(self.recipe, weights, dtype, self.tokenizer)
-        return on_devices(made)
+        return on_devices(in_transformers(self.recipe, weights, dtype, self.tokenizer))
 
 
 def on_devices(model: Any) -> Any:
@@ -81,8 +80,9 @@ def on_devices(model: Any) -> Any:
     import accelerate
     from deepspeed.accelerator import get_accelerator
 
-    whole = model._no_split_modules
-    places = accelerate.infer_auto_device_map(model, no_split_module_classes=whole)
+    places = accelerate.infer_auto_device_map(
+        model, no_split_module_classes=model._no_split_modules
+    )
     if len({*places.values()}) > 1:
         return accelerate.dispatch_model(model, places)
     return model.to(get_accelerator().current_device_name())
@@ -115,9 +115,8 @@ def open_model(
         run = around.path if around else None
     check(recipe)
     # The sentence head is unused; the weights may lack it.
-    recipe = recipe.model_copy(
-        update={"model": recipe.model.model_copy(update={"sentence_head": "none"})}
-    )
+    model = recipe.model.model_copy(update={"sentence_head": "none"})
+    recipe = recipe.model_copy(update={"model": model})
     replace(given, directory=str(weights)).check(recipe)
     chosen, place = _tokenizer(weights, run, recipe, tokenizer)
     if not isinstance(saved, RunWeights):  # others' embeddings may have rows of padding

@@ -128,12 +128,8 @@ def run(args: argparse.Namespace) -> int:
 
 def fitting(rows: Sequence[ListedRecipe], node: Node) -> list[ListedRecipe]:
     """Return the rows that fit one such node, each with how it does."""
-    left = list[ListedRecipe]()
-    for row in rows:
-        placed = fit(row.recipe, node)
-        if placed.fits:
-            left.append(replace(row, fits=how(placed)))
-    return left
+    tried = ((row, fit(row.recipe, node)) for row in rows)
+    return [replace(row, fits=how(each)) for row, each in tried if each.fits]
 
 
 def fold(rows: Sequence[ListedRecipe], width: int | None) -> str:

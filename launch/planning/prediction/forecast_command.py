@@ -78,10 +78,11 @@ def run(args: argparse.Namespace) -> int:
     if plan is None or predicted is None:
         raise ProblemsError(placed.problems)
     sizes = recipe.sizes
-    tokens = predicted.work.tokens_per_step
     steps = recipe.steps
     if args.tokens:
-        samples = math.ceil(args.tokens * recipe.batch.global_ / tokens)
+        samples = math.ceil(
+            args.tokens * recipe.batch.global_ / predicted.work.tokens_per_step
+        )
         steps = bisect_left(range(samples), samples, key=sizes.samples)
     bill = predicted.bill(steps, sizes, args.usd_per_gpu_hour)
     if args.json:

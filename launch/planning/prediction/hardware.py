@@ -267,13 +267,11 @@ def _read(path: Path, shown: str) -> Catalogue:
 
 def _plain(value: Any) -> Any:
     """Strip the sources from figures."""
-    if isinstance(value, dict):
-        return (
-            value["is"]
-            if "is" in value
-            else {key: _plain(below) for key, below in value.items()}
-        )
-    return value
+    if not isinstance(value, dict):
+        return value
+    if "is" in value:
+        return value["is"]
+    return {key: _plain(below) for key, below in value.items()}
 
 
 def _node(name: str, nodes: dict[str, Any], gpus: dict[str, Any], where: str) -> Node:

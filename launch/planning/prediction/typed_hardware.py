@@ -42,8 +42,7 @@ def read(
     meant = [gpu for gpu in gpus if words and words <= _words(gpu)]
     if _LAPTOP not in words:
         meant = [gpu for gpu in meant if _LAPTOP not in gpu]
-    exact = [gpu for gpu in meant if words == _words(gpu)]
-    meant = exact or meant
+    meant = [gpu for gpu in meant if words == _words(gpu)] or meant
     came = f"{flag} {name[:100]}"
     if not meant:
         whys = (why for form, why in _ELSEWHERE.items() if re.search(form, rest))

@@ -108,8 +108,7 @@ def question_of(args: argparse.Namespace) -> SearchQuestion:
         # every layer, which leaves the most room
         recomputations = ("full",)
     settings = {key_of(text): text for text in (*shape, *args.set)}
-    overrides = [*OPEN, *settings.values()]
-    recipe = named.changed(overrides, args.tiny, args.steps)
+    recipe = named.changed([*OPEN, *settings.values()], args.tiny, args.steps)
     if recipe.model.config:
         raise ProblemsError([UNCOUNTED])
     if RECOMPUTATION in settings:
