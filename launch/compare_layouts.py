@@ -120,9 +120,11 @@ def refuse_tasks(environ: Mapping[str, str]) -> None:
     """Refuse several starts of a command that starts its processes itself. Raises ProblemsError."""
     start = launch_environment.started(environ)
     if start and start.size > 1:
-        rule = f"this command starts its processes itself, and {start.by} started it {start.size} times"
         raise ProblemsError.of(
-            "processes", start.named, rule, "start it once, as with srun -n 1"
+            "processes",
+            start.named,
+            f"this command starts its processes itself, and {start.by} started it {start.size} times",
+            "start it once, as with srun -n 1",
         )
 
 
@@ -130,8 +132,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser = arguments.command(__doc__, EXAMPLES, RULES)
     arguments.add_recipe_arguments(parser)
     add = parser.add_argument
-    processes = "largest number of processes (default: 8)"
-    add("--processes", type=arguments.whole(), default=8, metavar="N", help=processes)
+    add(
+        "--processes",
+        type=arguments.whole(),
+        default=8,
+        metavar="N",
+        help="largest number of processes (default: 8)",
+    )
     add("--only", nargs="+", metavar="LAYOUT", help="these layouts alone, by name")
     add("--list", action="store_true", help="list the layouts and exit")
     add(
@@ -195,9 +202,12 @@ def chosen_recipe(args: argparse.Namespace) -> Recipe:
     )
     if args.compile and recipe.model.implementation == "transformers":
         came = Setting("model.implementation", "transformers"), " with --compile"
-        rule = "these rows run transformers' modules uncompiled, as their source did"
-        fix = "leave --compile out"
-        raise ProblemsError.of("--compile", came, rule, fix)
+        raise ProblemsError.of(
+            "--compile",
+            came,
+            "these rows run transformers' modules uncompiled, as their source did",
+            "leave --compile out",
+        )
     return recipe
 
 

@@ -63,10 +63,20 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("what to show").add_argument
     splits = ("train", "validation", "test")
     whole = arguments.whole
-    step = "optimizer step, from 0 (default: %(default)s)"
-    add("--step", type=whole(0, 10**12), default=0, metavar="N", help=step)
-    samples = "samples to decode (default: %(default)s)"
-    add("--samples", type=whole(1, 10_000), default=2, metavar="N", help=samples)
+    add(
+        "--step",
+        type=whole(0, 10**12),
+        default=0,
+        metavar="N",
+        help="optimizer step, from 0 (default: %(default)s)",
+    )
+    add(
+        "--samples",
+        type=whole(1, 10_000),
+        default=2,
+        metavar="N",
+        help="samples to decode (default: %(default)s)",
+    )
     add("--split", choices=splits, default="train", help="default: %(default)s")
     lengths = (
         "instead of samples, tokens per document of a store, and lengths of the first N samples "

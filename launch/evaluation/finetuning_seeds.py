@@ -80,9 +80,12 @@ def keep_arguments(out: Path, arguments: Sequence[str]) -> None:
     path = out / ARGUMENTS
     given = {"arguments": list(arguments)}
     if path.exists() and files.read_json_object(path) != given:
-        came = f"{out} holds runs of other arguments"
-        rule = "runs that are compared have the same ones"
-        raise ProblemsError.of("--out", came, rule, "name another directory with --out")
+        raise ProblemsError.of(
+            "--out",
+            f"{out} holds runs of other arguments",
+            "runs that are compared have the same ones",
+            "name another directory with --out",
+        )
     write_json(path, given)
 
 

@@ -54,18 +54,31 @@ def encoder_in(given: StartingModel) -> tuple[dict[str, Any], Path]:
 
     model = given.model()
     if model.form.family in OF_CONFIG:
-        came = "is a run of a model by its config (model.config)"
-        rule = "heads for tasks stand on our own BERT here"
-        fix = "export it with launch/export_hf.py, and fine-tune the export with transformers"
-        raise given.error(Problem(given.key, came, rule, fix))
+        raise given.error(
+            Problem(
+                given.key,
+                "is a run of a model by its config (model.config)",
+                "heads for tasks stand on our own BERT here",
+                "export it with launch/export_hf.py, and fine-tune the export with transformers",
+            )
+        )
     if not FAMILIES[model.form.family].masked:
-        came = f"is a model of type {shown(model.form.model_type)}"
-        fix = "give a run with a checkpoint, or a directory that save_pretrained or export_hf.py wrote"
-        rule = "heads for tasks stand on a BERT"
-        raise given.error(Problem(given.key, came, rule, fix))
+        raise given.error(
+            Problem(
+                given.key,
+                f"is a model of type {shown(model.form.model_type)}",
+                "heads for tasks stand on a BERT",
+                "give a run with a checkpoint, or a directory that save_pretrained or export_hf.py wrote",
+            )
+        )
     if given.tokenizer is None:
-        fix = "pretrain from it with --init_from, and fine-tune that run"
-        raise given.error(Problem(given.key, "holds no vocabulary", fix=fix))
+        raise given.error(
+            Problem(
+                given.key,
+                "holds no vocabulary",
+                fix="pretrain from it with --init_from, and fine-tune that run",
+            )
+        )
     return model.model_values, Path(given.tokenizer).resolve()
 
 

@@ -141,8 +141,9 @@ def read_scores(run: Path) -> tuple[Score, ...]:
     kept = files.checked(_KEPT, held, path)["scores"]
     for score in kept:
         if not score.figures:
-            came = f"has no figures of {score.task}"
-            files.refuse(path, came, "a score has one or more")
+            files.refuse(
+                path, f"has no figures of {score.task}", "a score has one or more"
+            )
     return kept
 
 

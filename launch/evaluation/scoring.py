@@ -120,8 +120,12 @@ def _loaded(name: str, manager: TaskManager) -> LoadedTask:
     # datasets, huggingface_hub, httpx and fsspec each raise their own
     except Exception as error:
         first = (str(error).splitlines() or [""])[0][:200]
-        rule = f"its data cannot be read: {type(error).__name__}: {first}"
-        raise ProblemsError.of("--tasks", name, rule, WITHOUT_NETWORK) from error
+        raise ProblemsError.of(
+            "--tasks",
+            name,
+            f"its data cannot be read: {type(error).__name__}: {first}",
+            WITHOUT_NETWORK,
+        ) from error
 
 
 @dataclass

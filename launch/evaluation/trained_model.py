@@ -137,8 +137,12 @@ def _tokenizer(
         tokenizer = read_tokenizer(asked)
         said = vocabulary.foreign_tokens(weights, tokenizer)
         if said:
-            rule = "the weights know the tokens of their own vocabulary alone"
-            raise ProblemsError.of(TOKENIZER, said, rule, f"leave {TOKENIZER} out")
+            raise ProblemsError.of(
+                TOKENIZER,
+                said,
+                "the weights know the tokens of their own vocabulary alone",
+                f"leave {TOKENIZER} out",
+            )
         return tokenizer, Path(asked)
     if run is not None:
         return vocabulary.load(run), run / vocabulary.FOLDER
@@ -146,10 +150,11 @@ def _tokenizer(
         return read_tokenizer(weights), weights
     if recipe.model.vocab_size == GPT2_VOCABULARY:
         return gpt2_tokenizer(), None
-    came = f"{weights} holds no vocabulary ({', '.join(vocabulary.VOCABULARY_FILES)})"
-    rule = "text becomes the model's tokens"
     raise ProblemsError.of(
-        TOKENIZER, came, rule, f"name its directory with {TOKENIZER} DIR"
+        TOKENIZER,
+        f"{weights} holds no vocabulary ({', '.join(vocabulary.VOCABULARY_FILES)})",
+        "text becomes the model's tokens",
+        f"name its directory with {TOKENIZER} DIR",
     )
 
 
@@ -162,16 +167,16 @@ def _unfit(tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> Iterator[Probl
     size = recipe.model.vocab_size
     pads = recipe.model.config and tokens < size
     if tokens != size and not pads:
-        came = f"the vocabulary in {tokenizer.name_or_path or 'that directory'} has {tokens:,} tokens"
-        fix = f"name the directory of the model's own with {TOKENIZER} DIR"
-        yield Problem(
-            TOKENIZER, came, f"the model has {size:,} (model.vocab_size)", fix
-        )
-    if recipe.model.facts.masked and (missing := missing_roles(tokenizer)):
-        came = f"the vocabulary names no {', '.join(missing)}"
         yield Problem(
             TOKENIZER,
-            came,
+            f"the vocabulary in {tokenizer.name_or_path or 'that directory'} has {tokens:,} tokens",
+            f"the model has {size:,} (model.vocab_size)",
+            f"name the directory of the model's own with {TOKENIZER} DIR",
+        )
+    if recipe.model.facts.masked and (missing := missing_roles(tokenizer)):
+        yield Problem(
+            TOKENIZER,
+            f"the vocabulary names no {', '.join(missing)}",
             "masks are filled with them",
             f"name another with {TOKENIZER} DIR",
         )

@@ -33,13 +33,22 @@ def add_parser(commands: Any) -> None:
     parser = arguments.subcommand(
         commands, "show", "everything about one recipe", ABOUT
     )
-    name = "a row of recipes/, or of your own YAML file as file.yaml/row"
-    parser.add_argument("recipe", metavar="TABLE/ROW", help=name)
+    parser.add_argument(
+        "recipe",
+        metavar="TABLE/ROW",
+        help="a row of recipes/, or of your own YAML file as file.yaml/row",
+    )
     form = parser.add_mutually_exclusive_group().add_argument
-    as_yaml = "the recipe as YAML, every value written out, and nothing else"
-    form("--yaml", action="store_true", help=as_yaml)
-    ds_json = "the DeepSpeed JSON as it would be resolved, and nothing else"
-    form("--ds_json", action="store_true", help=ds_json)
+    form(
+        "--yaml",
+        action="store_true",
+        help="the recipe as YAML, every value written out, and nothing else",
+    )
+    form(
+        "--ds_json",
+        action="store_true",
+        help="the DeepSpeed JSON as it would be resolved, and nothing else",
+    )
     parser.set_defaults(run=run)
 
 
