@@ -65,8 +65,6 @@ exit codes: 0 done (or done before), 1 failed (a killed worker, a full disk),
 2 refused (flags, or input of which too much is broken or nothing is left),
 130 and 143 stopped by a signal."""
 
-KINDS = [each for each in get_args(get_type_hints(Origin)["source"]) if each != "store"]
-
 
 def _only_for(sources: str, *flags: str) -> tuple[arguments.Rule, ...]:
     needed = ", ".join(

@@ -155,9 +155,10 @@ class Evidence(Strict):
 
     def errata_of(self, row: str) -> Iterator[RowErratum]:
         for erratum in self.errata:
-            for one in (one for one in erratum.disagreements if row in one.rows):
-                said = difference(one.quantity, one.printed, one.computed)
-                yield RowErratum(one.quantity, said, erratum)
+            for one in erratum.disagreements:
+                if row in one.rows:
+                    said = difference(one.quantity, one.printed, one.computed)
+                    yield RowErratum(one.quantity, said, erratum)
 
 
 def difference(quantity: str, printed: str, computed: str) -> str:
