@@ -136,21 +136,34 @@ def build_parser() -> argparse.ArgumentParser:
         "Write a checkpoint as DeepSpeed's universal checkpoint.",
         EXPORT,
     ).add_argument
-    at = "run directory, and the step of a checkpoint (default: the newest whole one)"
-    add("run", metavar="RUN[@STEP]", help=at)
-    place = "directory to make; refused if there is something in it"
-    add("--universal", metavar="DIR", required=True, help=place)
+    add(
+        "run",
+        metavar="RUN[@STEP]",
+        help="run directory, and the step of a checkpoint (default: the newest whole one)",
+    )
+    add(
+        "--universal",
+        metavar="DIR",
+        required=True,
+        help="directory to make; refused if there is something in it",
+    )
     what = "make a run of one of DeepSpeed's"
     title = "Make a run directory of a DeepSpeed run, with its moments and step."
     adopted = arguments.subcommand(
         commands, "adopt", what, title, ADOPT, (*arguments.TEXT_RULES, *ADOPT_RULES)
     )
-    says = "directory of save_checkpoint, of Trainer (checkpoint-N), or universal"
-    adopted.add_argument("directory", metavar="DIR", help=says)
+    adopted.add_argument(
+        "directory",
+        metavar="DIR",
+        help="directory of save_checkpoint, of Trainer (checkpoint-N), or universal",
+    )
     adopted.add_argument("--out", required=True, metavar="RUN", help="run directory")
     arguments.add_recipe_arguments(adopted, text=True)
-    config = "DeepSpeed JSON of the run (default: the recipe's own)"
-    adopted.add_argument("--ds_config", metavar="FILE", help=config)
+    adopted.add_argument(
+        "--ds_config",
+        metavar="FILE",
+        help="DeepSpeed JSON of the run (default: the recipe's own)",
+    )
     arguments.add_weights_arguments(adopted.add_argument)
     arguments.add_adoption_arguments(adopted.add_argument, flag=None)
     # it trains nothing, and any layout may go on

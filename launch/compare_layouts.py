@@ -76,12 +76,8 @@ def main() -> None:
     terminal.quiet_libraries()
     cases = chosen_cases(args)
     if args.list:
-        print(
-            "\n".join(
-                f"{c.name:<36} {counted(c.processes, 'process')}, {c.ds_config}"
-                for c in cases
-            )
-        )
+        for c in cases:
+            print(f"{c.name:<36} {counted(c.processes, 'process')}, {c.ds_config}")
         return
     try:
         refuse_tasks(os.environ)
@@ -107,11 +103,9 @@ def main() -> None:
             recipe, [REFERENCE, *cases], out or Path(temporary), keep=bool(out)
         )
         reference = next(outcomes)
-        rows = (
-            [compare(reference, other) for other in outcomes]
-            if not reference.failure
-            else []
-        )
+        rows = []
+        if not reference.failure:
+            rows = [compare(reference, other) for other in outcomes]
     print("\n" + table(reference, rows, left_out, terminal.columns()))
     if picture and rows:
         from launch.experiments.parity.curves import (
@@ -126,9 +120,11 @@ def refuse_tasks(environ: Mapping[str, str]) -> None:
     """Refuse several starts of a command that starts its processes itself. Raises ProblemsError."""
     start = launch_environment.started(environ)
     if start and start.size > 1:
-        rule = f"this command starts its processes itself, and {start.by} started it {start.size} times"
         raise ProblemsError.of(
-            "processes", start.named, rule, "start it once, as with srun -n 1"
+            "processes",
+            start.named,
+            f"this command starts its processes itself, and {start.by} started it {start.size} times",
+            "start it once, as with srun -n 1",
         )
 
 
@@ -136,8 +132,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser = arguments.command(__doc__, EXAMPLES, RULES)
     arguments.add_recipe_arguments(parser)
     add = parser.add_argument
-    processes = "largest number of processes (default: 8)"
-    add("--processes", type=arguments.whole(), default=8, metavar="N", help=processes)
+    add(
+        "--processes",
+        type=arguments.whole(),
+        default=8,
+        metavar="N",
+        help="largest number of processes (default: 8)",
+    )
     add("--only", nargs="+", metavar="LAYOUT", help="these layouts alone, by name")
     add("--list", action="store_true", help="list the layouts and exit")
     add(
@@ -201,9 +202,12 @@ def chosen_recipe(args: argparse.Namespace) -> Recipe:
     )
     if args.compile and recipe.model.implementation == "transformers":
         came = Setting("model.implementation", "transformers"), " with --compile"
-        rule = "these rows run transformers' modules uncompiled, as their source did"
-        fix = "leave --compile out"
-        raise ProblemsError.of("--compile", came, rule, fix)
+        raise ProblemsError.of(
+            "--compile",
+            came,
+            "these rows run transformers' modules uncompiled, as their source did",
+            "leave --compile out",
+        )
     return recipe
 
 

@@ -61,19 +61,28 @@ def build_parser() -> ArgumentParser:
         required=True,
         help="directory to make; refused if there is something in it",
     )
-    step = "the checkpoint after N optimizer steps (default: the newest complete one)"
-    add("--step", type=arguments.whole(0), metavar="N", help=step)
-    dtype = "of the exported weights (default: %(default)s, as the run keeps them whatever it computes in)"
+    add(
+        "--step",
+        type=arguments.whole(0),
+        metavar="N",
+        help="the checkpoint after N optimizer steps (default: the newest complete one)",
+    )
     add(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
         default="float32",
-        help=dtype,
+        help="of the exported weights (default: %(default)s, as the run keeps them whatever it computes in)",
     )
-    force = "compare logits even where memory seems too small for it"
-    add("--compare_logits", action="store_true", help=force)
-    push = "push the export to this repository of the hub: a new one, which is private, or an empty one"
-    add("--push", metavar="USER/NAME", help=push)
+    add(
+        "--compare_logits",
+        action="store_true",
+        help="compare logits even where memory seems too small for it",
+    )
+    add(
+        "--push",
+        metavar="USER/NAME",
+        help="push the export to this repository of the hub: a new one, which is private, or an empty one",
+    )
     return parser
 
 
@@ -134,9 +143,12 @@ def export(
     place = place.resolve() if place.is_symlink() else place
     tokenizer = vocabulary.load(run)
     repository = hub_repository.opened(push) if push else None
-    size = checkpoint.manifest.bytes
     with bar(
-        sys.stderr, total=size, unit="B", unit_scale=True, desc="checksums"
+        sys.stderr,
+        total=checkpoint.manifest.bytes,
+        unit="B",
+        unit_scale=True,
+        desc="checksums",
     ) as shown:
         done = exporting.export(
             checkpoint, recipe, tokenizer, place, dtype, run=run, compare_logits=compare_logits,

@@ -104,8 +104,11 @@ def build_parser() -> argparse.ArgumentParser:
     init = "weights of the encoder, a run of this project or a BERT that save_pretrained wrote; heads are new"
     add("--init", required=True, metavar="DIR", help=init)
     arguments.add_weights_arguments(add)
-    scratch = "take only shape and vocabulary of --init, and draw all weights at random: the control"
-    add("--from_scratch", action="store_true", help=scratch)
+    add(
+        "--from_scratch",
+        action="store_true",
+        help="take only shape and vocabulary of --init, and draw all weights at random: the control",
+    )
     for split in SPLITS:
         add(f"--{split}", metavar="FILE", help=Task.model_fields[split].description)
     add(
@@ -128,25 +131,47 @@ def build_parser() -> argparse.ArgumentParser:
         help="samples of a step, over all processes",
     )
     add("--lr", type=positive, metavar="X", help="peak learning rate")
-    seed = "of heads, order and dropout"
-    add("--seed", type=arguments.whole(0, 2**62), default=1234, metavar="N", help=seed)
-    setting = (
-        "override one field of the recipe, e.g. --set dropout.hidden=0; repeatable"
+    add(
+        "--seed",
+        type=arguments.whole(0, 2**62),
+        default=1234,
+        metavar="N",
+        help="of heads, order and dropout",
     )
-    add("--set", action="append", default=[], metavar="KEY=VALUE", help=setting)
-    steps = "end after N optimizer steps; the learning-rate schedule stays that of all epochs"
-    add("--steps", type=arguments.whole(), metavar="N", help=steps)
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override one field of the recipe, e.g. --set dropout.hidden=0; repeatable",
+    )
+    add(
+        "--steps",
+        type=arguments.whole(),
+        metavar="N",
+        help="end after N optimizer steps; the learning-rate schedule stays that of all epochs",
+    )
     add_run_arguments(parser)
     several = parser.add_argument_group(
         "several runs, one after the other, each a process of its own below --out"
     ).add_argument
-    seeds = "train with N seeds from --seed on, and report the median; those that are finished are kept"
-    several("--seeds", type=arguments.whole(1, 1000), metavar="N", help=seeds)
-    together = "score the mean of the probabilities of all seeds, two at least, too"
-    several("--ensemble", action="store_true", help=together)
-    ranks = "processes of each run (default: 1)"
     several(
-        "--ranks", type=arguments.whole(1, 10**4), default=1, metavar="N", help=ranks
+        "--seeds",
+        type=arguments.whole(1, 1000),
+        metavar="N",
+        help="train with N seeds from --seed on, and report the median; those that are finished are kept",
+    )
+    several(
+        "--ensemble",
+        action="store_true",
+        help="score the mean of the probabilities of all seeds, two at least, too",
+    )
+    several(
+        "--ranks",
+        type=arguments.whole(1, 10**4),
+        default=1,
+        metavar="N",
+        help="processes of each run (default: 1)",
     )
     return parser
 
@@ -168,15 +193,22 @@ def check_flags(args: argparse.Namespace, several: bool) -> None:
 
     problems = []
     if several and processes.launched():
-        fix = f"start it as python launch/finetune.py, with --ranks {processes.world_size()}"
-        came = "--seeds or --ensemble under a launcher"
-        rule = "each run starts its own processes"
-        problems.append(Problem("--seeds", came, rule, fix))
-    if args.ensemble and args.seeds < MEMBERS:
-        rule = f"the seeds' models answer together, {MEMBERS} at least"
-        fix = "add --seeds 5"
         problems.append(
-            Problem("--ensemble", f"--ensemble with --seeds {args.seeds}", rule, fix)
+            Problem(
+                "--seeds",
+                "--seeds or --ensemble under a launcher",
+                "each run starts its own processes",
+                f"start it as python launch/finetune.py, with --ranks {processes.world_size()}",
+            )
+        )
+    if args.ensemble and args.seeds < MEMBERS:
+        problems.append(
+            Problem(
+                "--ensemble",
+                f"--ensemble with --seeds {args.seeds}",
+                f"the seeds' models answer together, {MEMBERS} at least",
+                "add --seeds 5",
+            )
         )
     if problems:
         raise ProblemsError(problems)
@@ -255,11 +287,9 @@ def checked(args: argparse.Namespace) -> Job:
     first = recipe_of(*of)
     corpus = task_corpus.build(first, say_on_rank_0)
     original = recipe_of(*of, examples=len(corpus.train))
-    weights = (
-        None
-        if args.from_scratch
-        else InitialWeights(args.init, stated=args.weights_args)
-    )
+    weights = None
+    if not args.from_scratch:
+        weights = InitialWeights(args.init, stated=args.weights_args)
     recipe = cut_to(original, args.steps)
     config = args.ds_config or recipe.ds_config
     plan = plan_of(args, recipe, config, machine, weights)

@@ -80,15 +80,23 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("what to continue").add_argument
     add("--prompt", action="append", metavar="TEXT", help="a prompt; repeatable")
     add("--file", metavar="FILE", help="a text file with a prompt in each line")
-    vocabulary = "vocabulary of the model, where there is none next to its weights"
-    add("--tokenizer", metavar="DIR", help=vocabulary)
+    add(
+        "--tokenizer",
+        metavar="DIR",
+        help="vocabulary of the model, where there is none next to its weights",
+    )
     arguments.add_weights_arguments(add)
     add = parser.add_argument_group("how").add_argument
     whole = arguments.whole()
     above = arguments.number(0)
     share = arguments.number(0, 1)
-    tokens = "at most N after each prompt (default: %(default)s)"
-    add("--tokens", type=whole, default=80, metavar="N", help=tokens)
+    add(
+        "--tokens",
+        type=whole,
+        default=80,
+        metavar="N",
+        help="at most N after each prompt (default: %(default)s)",
+    )
     add(
         "--samples",
         type=whole,
@@ -101,14 +109,25 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="take the most likely token, and draw nothing",
     )
-    temperature = "below 1 the likely get likelier (default: %(default)s)"
-    add("--temperature", type=above, default=0.8, metavar="T", help=temperature)
-    top_k = f"draw from the K most likely tokens; 0: from all (default: {TOP_K} without --top_p)"
-    add("--top_k", type=arguments.whole(0), metavar="K", help=top_k)
-    top_p = (
-        "draw from the most likely tokens that sum up to P (default: 1, which is all)"
+    add(
+        "--temperature",
+        type=above,
+        default=0.8,
+        metavar="T",
+        help="below 1 the likely get likelier (default: %(default)s)",
     )
-    add("--top_p", type=share, metavar="P", help=top_p)
+    add(
+        "--top_k",
+        type=arguments.whole(0),
+        metavar="K",
+        help=f"draw from the K most likely tokens; 0: from all (default: {TOP_K} without --top_p)",
+    )
+    add(
+        "--top_p",
+        type=share,
+        metavar="P",
+        help="draw from the most likely tokens that sum up to P (default: 1, which is all)",
+    )
     seed = arguments.whole(0, 10**18 - 1)
     add(
         "--seed",
@@ -123,8 +142,11 @@ def build_parser() -> argparse.ArgumentParser:
         default="float32",
         help="to compute in (default: %(default)s)",
     )
-    out = "write JSON lines instead of text: prompt, text, new, tokens, sample, ended"
-    parser.add_argument("--out", metavar="FILE.jsonl", help=out)
+    parser.add_argument(
+        "--out",
+        metavar="FILE.jsonl",
+        help="write JSON lines instead of text: prompt, text, new, tokens, sample, ended",
+    )
     return parser
 
 
@@ -145,13 +167,23 @@ def check_flags(args: argparse.Namespace) -> None:
     """Refuse contradictory or missing flags, and several processes. Raises ProblemsError."""
     problems = [*processes.several("one process writes all texts")]
     if not (args.prompt or args.file):
-        rule = "prompts come from one of them"
-        fix = "add --prompt TEXT"
-        problems.append(Problem("--prompt", "neither --prompt nor --file", rule, fix))
+        problems.append(
+            Problem(
+                "--prompt",
+                "neither --prompt nor --file",
+                "prompts come from one of them",
+                "add --prompt TEXT",
+            )
+        )
     if args.greedy and args.samples > 1:
-        came = f"--greedy with --samples {args.samples}"
-        rule = "all of them would be the same"
-        problems.append(Problem("--samples", came, rule, "leave one of the two out"))
+        problems.append(
+            Problem(
+                "--samples",
+                f"--greedy with --samples {args.samples}",
+                "all of them would be the same",
+                "leave one of the two out",
+            )
+        )
     if problems:
         raise ProblemsError(problems)
 
@@ -180,8 +212,9 @@ def checked_job(args: argparse.Namespace) -> WritingJob:
         top_k = usual if args.top_k is None else args.top_k or None
         sampling = Sampling(args.temperature, top_k, args.top_p or 1.0)
     never = unused_numbers(model.tokenizer, model.recipe.model.vocab_size)
-    end = model.tokenizer.eos_token_id
-    how = Decoding(args.tokens, end, never, sampling, args.seed)
+    how = Decoding(
+        args.tokens, model.tokenizer.eos_token_id, never, sampling, args.seed
+    )
     return writing.WritingJob(model, prompts, args.samples, how, args.dtype, out)
 
 
@@ -193,10 +226,9 @@ def unfit(args: argparse.Namespace, model: TrainedModel) -> Iterator[Problem]:
         if typed and name not in OF_ALL_MODELS:
             useless.append(f"--{name}")
     if useless and not model.continues:
-        came = f"{', '.join(useless)} with a {model.recipe.model.facts.title}"
         yield Problem(
             useless[0],
-            came,
+            f"{', '.join(useless)} with a {model.recipe.model.facts.title}",
             "it fills each mask with the likeliest token",
             "leave it out",
         )

@@ -52,10 +52,12 @@ def main() -> int:
     written = sys.argv[1:]
     # the subcommand's defaults have taken their place
     if args.question and written[0] != args.question:
-        came = " ".join(written[: written.index(args.question) + 1])
-        rule = "each question has flags of its own"
-        fix = f"write them after it: plan.py {args.question} {written[0]} …"
-        raise ProblemsError.of(written[0], came, rule, fix)
+        raise ProblemsError.of(
+            written[0],
+            " ".join(written[: written.index(args.question) + 1]),
+            "each question has flags of its own",
+            f"write them after it: plan.py {args.question} {written[0]} …",
+        )
     return int(args.run(args))
 
 

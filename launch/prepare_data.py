@@ -65,8 +65,6 @@ exit codes: 0 done (or done before), 1 failed (a killed worker, a full disk),
 2 refused (flags, or input of which too much is broken or nothing is left),
 130 and 143 stopped by a signal."""
 
-KINDS = [each for each in get_args(get_type_hints(Origin)["source"]) if each != "store"]
-
 
 def _only_for(sources: str, *flags: str) -> tuple[arguments.Rule, ...]:
     needed = ", ".join(
@@ -100,8 +98,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser = arguments.command(__doc__, EXAMPLES, RULES)
     add = parser.add_argument_group("what is read").add_argument
     kinds = get_type_hints(Origin)
-    path = "a file, a directory or a glob, whose kind is found out, in place of --source and --name"
-    add("--text", metavar="PATH", help=path)
+    add(
+        "--text",
+        metavar="PATH",
+        help="a file, a directory or a glob, whose kind is found out, in place of --source and --name",
+    )
     for name, field in Origin.model_fields.items():
         if name == "name":
             add(
@@ -129,11 +130,12 @@ def build_parser() -> argparse.ArgumentParser:
         "how it runs (changes no byte of the store)"
     ).add_argument
     _add_options(add, "run")
-    force = (
-        "give up the unfinished work of another command in OUT.partial, and replace an OUT that another "
-        "command made once the new one is complete"
+    add(
+        "--force",
+        action="store_true",
+        help="give up the unfinished work of another command in OUT.partial, and replace an OUT that another "
+        "command made once the new one is complete",
     )
-    add("--force", action="store_true", help=force)
     parser.set_defaults(workers=len(os.sched_getaffinity(0)))
     return parser
 
@@ -266,22 +268,31 @@ def settings_of(args: argparse.Namespace) -> Settings:
         args.source = settings["data.source"]
         args.text_column = settings["data.text_column"]
     if args.source != "packaged" and not args.name:
-        fix = "give paths or globs of the files (hub: names of datasets)"
         problems.append(
-            Problem("--name", f"--source {args.source} needs --name", fix=fix)
+            Problem(
+                "--name",
+                f"--source {args.source} needs --name",
+                fix="give paths or globs of the files (hub: names of datasets)",
+            )
         )
     kind, _, path = args.tokenizer.partition(":")
     kinds = [k for k in get_args(get_type_hints(Tokenizer)["kind"]) if k != "store"]
     if kind not in (*kinds, "store") or (kind == "file" and not path):
-        fix = f"give one of {', '.join(kinds)}; file as file:PATH"
         problems.append(
-            Problem("--tokenizer", f"--tokenizer {args.tokenizer}", fix=fix)
+            Problem(
+                "--tokenizer",
+                f"--tokenizer {args.tokenizer}",
+                fix=f"give one of {', '.join(kinds)}; file as file:PATH",
+            )
         )
     elif path and kind not in ("file", "bert_uncased", "bert_cased", "store"):
-        came = f"--tokenizer {args.tokenizer}"
-        rule = f"{kind} takes no path"
         problems.append(
-            Problem("--tokenizer", came, rule, f"give {kind}, or file:{path}")
+            Problem(
+                "--tokenizer",
+                f"--tokenizer {args.tokenizer}",
+                f"{kind} takes no path",
+                f"give {kind}, or file:{path}",
+            )
         )
     if problems:
         raise ProblemsError(problems)

@@ -169,13 +169,17 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--init_from", metavar="DIR", help=given)
     arguments.add_weights_arguments(add)
-    insist = "train the weights in --init_from with another vocabulary than theirs: the loss starts high"
-    add("--new_vocabulary", action="store_true", help=insist)
-    branch = (
-        "go on from the newest checkpoint of RUN, or from that of a STEP, as another run in --out: with "
-        "weights, moments, step and place in the data, under RUN's recipe and what is changed of it"
+    add(
+        "--new_vocabulary",
+        action="store_true",
+        help="train the weights in --init_from with another vocabulary than theirs: the loss starts high",
     )
-    add("--branch", metavar="RUN[@STEP]", help=branch)
+    add(
+        "--branch",
+        metavar="RUN[@STEP]",
+        help="go on from the newest checkpoint of RUN, or from that of a STEP, as another run in --out: with "
+        "weights, moments, step and place in the data, under RUN's recipe and what is changed of it",
+    )
     arguments.add_adoption_arguments(add)
     return parser
 
@@ -315,9 +319,11 @@ def recipe_of(
             overrides = [*args.set, f"steps={steps}"]
         recipe = change(overrides, steps=args.steps)
     if recipe.task is not None:
-        fix = f"python launch/finetune.py --task {recipe.task.name} --init DIR"
         raise ProblemsError.of(
-            "task", "a recipe with a task", "pretraining has none", fix
+            "task",
+            "a recipe with a task",
+            "pretraining has none",
+            f"python launch/finetune.py --task {recipe.task.name} --init DIR",
         )
     return recipe.model_copy(update={"title": title_of(recipe)})
 
@@ -433,9 +439,12 @@ def resumed_run(args: argparse.Namespace) -> RecordedRun | None:
         if args.adopt:
             return None
         again = ("launch/checkpoint.py", "adopt", began.run, "--out", str(run.path))
-        came = f"{run.path} was to go on with {began.run}, and its first checkpoint was never whole"
-        fix = f"adopt it again: python {shlex.join(run.command or again)}"
-        raise ProblemsError([Problem("--resume", came, "it holds nothing yet", fix)])
+        raise ProblemsError.of(
+            "--resume",
+            f"{run.path} was to go on with {began.run}, and its first checkpoint was never whole",
+            "it holds nothing yet",
+            f"adopt it again: python {shlex.join(run.command or again)}",
+        )
     if args.branch is not None:
         from launch.checkpoints import branching
 
@@ -443,10 +452,12 @@ def resumed_run(args: argparse.Namespace) -> RecordedRun | None:
         if began is None or began.run != str(path) or step not in (None, began.step):
             came = f"--branch {args.branch} with --resume, and {run.path} is "
             came += f"a branch of {began}" if began else "no branch"
-            fix = (
-                "leave --branch out to resume it, or name another directory with --out"
+            raise ProblemsError.of(
+                "--branch",
+                came,
+                "a run began once",
+                "leave --branch out to resume it, or name another directory with --out",
             )
-            raise ProblemsError.of("--branch", came, "a run began once", fix)
     return run
 
 
@@ -456,11 +467,13 @@ def run_of(named: NamedRecipe) -> RecordedRun:
 
     began = named.recipe.branch
     if began is not None:
-        came = f"{named.name} is a branch of {began}"
-        rule = "a new run begins at step 0"
-        fix = f"begin another one with --branch {began.run}@{began.step}, or take --recipe {began.run}"
-        where = f"--recipe {named.name}"
-        raise ProblemsError.of("--recipe", came, rule, fix, where=where)
+        raise ProblemsError.of(
+            "--recipe",
+            f"{named.name} is a branch of {began}",
+            "a new run begins at step 0",
+            f"begin another one with --branch {began.run}@{began.step}, or take --recipe {began.run}",
+            where=f"--recipe {named.name}",
+        )
     return RecordedRun.of(named)
 
 

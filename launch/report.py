@@ -90,15 +90,26 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="every published table, also where nothing of it was run",
     )
-    over = "what losses are drawn over (default: %(default)s); hours are those of the steps"
-    add("--over", choices=("steps", "tokens", "hours"), default="steps", help=over)
+    add(
+        "--over",
+        choices=("steps", "tokens", "hours"),
+        default="steps",
+        help="what losses are drawn over (default: %(default)s); hours are those of the steps",
+    )
     add(
         "--out", metavar="DIR", help="where to write (default: reports/<table or runs>)"
     )
-    card = "instead draw the card of one run: what was trained and how, its curve, speed and sample"
-    add("--card", metavar="FILE", help=card)
-    price = "price of a process's GPU for an hour, for the card"
-    add("--usd_per_gpu_hour", type=number(0, 10**6), metavar="USD", help=price)
+    add(
+        "--card",
+        metavar="FILE",
+        help="instead draw the card of one run: what was trained and how, its curve, speed and sample",
+    )
+    add(
+        "--usd_per_gpu_hour",
+        type=number(0, 10**6),
+        metavar="USD",
+        help="price of a process's GPU for an hour, for the card",
+    )
     return parser
 
 
@@ -108,8 +119,12 @@ def card(args: argparse.Namespace, runs: Sequence[ReportedRun]) -> int:
     from launch.records.card import draw_card
 
     if len(runs) != 1:
-        came = f"--card of {counted(len(runs), 'run')}"
-        raise ProblemsError.of("--card", came, "a card is of one run", "name one")
+        raise ProblemsError.of(
+            "--card",
+            f"--card of {counted(len(runs), 'run')}",
+            "a card is of one run",
+            "name one",
+        )
     (run,) = runs
     out = new_file("--card", args.card, (".png",))
     draw_card(run.records, run.result, out, args.usd_per_gpu_hour)

@@ -68,51 +68,93 @@ RULES = (
 
 def build_parser() -> ArgumentParser:
     parser = arguments.command(__doc__, EXAMPLES, RULES)
-    model = "a run, its checkpoints/step-NNNNNN, or a GPT-2 of transformers or Megatron"
-    parser.add_argument("model", metavar="MODEL", help=model)
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a run, its checkpoints/step-NNNNNN, or a GPT-2 of transformers or Megatron",
+    )
     add = parser.add_argument_group("on what").add_argument
-    tasks = "perplexity, wikitext103, lambada, or tasks of lm-eval, with commas (default: perplexity)"
-    add("--tasks", type=names, default=("perplexity",), metavar="NAMES", help=tasks)
+    add(
+        "--tasks",
+        type=names,
+        default=("perplexity",),
+        metavar="NAMES",
+        help="perplexity, wikitext103, lambada, or tasks of lm-eval, with commas (default: perplexity)",
+    )
     text = (
         "text for perplexity instead of the recipe's held-out one: a file, a directory or a glob of JSON "
         "lines, parquet or plain text"
     )
     add("--text", metavar="PATH", help=text)
-    variant = "of lambada: the authors' text, or OpenAI's (default: original)"
-    add("--variant", choices=("original", "openai"), help=variant)
-    data = (
-        "local text for wikitext103 or lambada instead of the hub's, of the same kinds"
+    add(
+        "--variant",
+        choices=("original", "openai"),
+        help="of lambada: the authors' text, or OpenAI's (default: original)",
     )
-    add("--data", metavar="FILE", help=data)
-    column = "field with the text (default: the one that is surely the text)"
-    add("--column", metavar="NAME", help=column)
-    include = "directory with task files of your own, in lm-eval's form: their Python runs, so trust it"
-    add("--include_path", metavar="DIR", help=include)
-    window = "tokens that are read at once (default: those of a sample in its training, else its positions)"
-    add("--window", type=arguments.whole(most=10**7), metavar="N", help=window)
-    stride = (
-        "tokens from one window to the next (default: wikitext103 32, else the window)"
+    add(
+        "--data",
+        metavar="FILE",
+        help="local text for wikitext103 or lambada instead of the hub's, of the same kinds",
     )
-    add("--stride", type=arguments.whole(most=10**7), metavar="N", help=stride)
-    limit = (
-        "score only the first N documents or passages, of wikitext103 the first N lines"
+    add(
+        "--column",
+        metavar="NAME",
+        help="field with the text (default: the one that is surely the text)",
     )
-    add("--limit", type=arguments.whole(), metavar="N", help=limit)
-    scratch = "take only shape and vocabulary of MODEL, and draw all weights by its seed: the control"
-    add("--from_scratch", action="store_true", help=scratch)
+    add(
+        "--include_path",
+        metavar="DIR",
+        help="directory with task files of your own, in lm-eval's form: their Python runs, so trust it",
+    )
+    add(
+        "--window",
+        type=arguments.whole(most=10**7),
+        metavar="N",
+        help="tokens that are read at once (default: those of a sample in its training, else its positions)",
+    )
+    add(
+        "--stride",
+        type=arguments.whole(most=10**7),
+        metavar="N",
+        help="tokens from one window to the next (default: wikitext103 32, else the window)",
+    )
+    add(
+        "--limit",
+        type=arguments.whole(),
+        metavar="N",
+        help="score only the first N documents or passages, of wikitext103 the first N lines",
+    )
+    add(
+        "--from_scratch",
+        action="store_true",
+        help="take only shape and vocabulary of MODEL, and draw all weights by its seed: the control",
+    )
     add = parser.add_argument_group("how to run it").add_argument
-    batch = "windows of a forward pass (default: %(default)s)"
-    add("--batch", type=arguments.whole(most=10**5), default=8, metavar="N", help=batch)
-    precision = "of weights and products (default: %(default)s); losses are of fp32"
-    add("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help=precision)
-    tokenizer = (
-        "directory of the model's tokenizer, where it is not next to the weights"
+    add(
+        "--batch",
+        type=arguments.whole(most=10**5),
+        default=8,
+        metavar="N",
+        help="windows of a forward pass (default: %(default)s)",
     )
-    add("--tokenizer", metavar="DIR", help=tokenizer)
+    add(
+        "--precision",
+        choices=("fp32", "bf16", "fp16"),
+        default="fp32",
+        help="of weights and products (default: %(default)s); losses are of fp32",
+    )
+    add(
+        "--tokenizer",
+        metavar="DIR",
+        help="directory of the model's tokenizer, where it is not next to the weights",
+    )
     arguments.add_weights_arguments(add)
     add = parser.add_argument_group("where it is kept").add_argument
-    out = "also write the result to this .json; several results as a list"
-    add("--out", metavar="FILE", help=out)
+    add(
+        "--out",
+        metavar="FILE",
+        help="also write the result to this .json; several results as a list",
+    )
     return parser
 
 
@@ -143,8 +185,14 @@ def check_alone() -> None:
     rule = "one process scores, on all its GPUs if it needs them"
     problems = [*processes.several(rule)]
     if importlib.util.find_spec("lm_eval") is None:
-        rule = "lm-evaluation-harness runs every task"
-        problems.append(Problem("lm_eval", "lm-eval is not installed", rule, INSTALL))
+        problems.append(
+            Problem(
+                "lm_eval",
+                "lm-eval is not installed",
+                "lm-evaluation-harness runs every task",
+                INSTALL,
+            )
+        )
     if problems:
         raise ProblemsError(problems)
 
@@ -175,10 +223,12 @@ def checked(args: Namespace) -> ScoringJob:
 
 def refuse_bert(recipe: Recipe) -> None:
     if recipe.model.facts.masked:
-        came = f"is a {recipe.model.facts.title}"
-        rule = "these tasks are about the next token"
-        fix = "give a model that predicts it; the loss of masked tokens is that of the run's validations"
-        raise ProblemsError.of("MODEL", came, rule, fix)
+        raise ProblemsError.of(
+            "MODEL",
+            f"is a {recipe.model.facts.title}",
+            "these tasks are about the next token",
+            "give a model that predicts it; the loss of masked tokens is that of the run's validations",
+        )
 
 
 def held_out_recipe(model: TrainedModel) -> Recipe:
@@ -202,10 +252,12 @@ def kept_in(args: Namespace, run: Path | None) -> Path | None:
     read_scores(run)
     problem = place_problem(run)
     if problem and not args.out:
-        came = f"{run}: {SCORES} {problem[0]}"
-        rule = "scores are kept with their run"
-        fix = "add --out FILE.json, and only that is written"
-        raise ProblemsError.of("--out", came, rule, fix)
+        raise ProblemsError.of(
+            "--out",
+            f"{run}: {SCORES} {problem[0]}",
+            "scores are kept with their run",
+            "add --out FILE.json, and only that is written",
+        )
     return None if problem else run
 
 
@@ -234,30 +286,46 @@ def unfit_tasks(args: Namespace) -> Iterator[Problem]:
     for name, fits, rule, fix in misplaced:
         value = getattr(args, name)
         if value is not None and not fits:
-            came = f"--{name} {value} with --tasks {','.join(args.tasks)}"
-            yield Problem(f"--{name}", came, rule, fix)
+            yield Problem(
+                f"--{name}",
+                f"--{name} {value} with --tasks {','.join(args.tasks)}",
+                rule,
+                fix,
+            )
     folder = args.include_path
     if folder is not None and not Path(folder).is_dir():
-        came = f"--include_path {folder}"
-        rule = f"no such directory (seen from {Path.cwd()})"
-        yield Problem("--include_path", came, rule, "give one with task files")
+        yield Problem(
+            "--include_path",
+            f"--include_path {folder}",
+            f"no such directory (seen from {Path.cwd()})",
+            "give one with task files",
+        )
 
 
 def unfit_windows(args: Namespace, recipe: Recipe, window: int) -> Iterator[Problem]:
     """Yield every window unfit for the model."""
     if window > recipe.positions:
-        rule = f"the model has {recipe.positions:,} positions"
-        fix = f"give {recipe.positions} or less"
-        yield Problem("--window", f"--window {window}", rule, fix)
+        yield Problem(
+            "--window",
+            f"--window {window}",
+            f"the model has {recipe.positions:,} positions",
+            f"give {recipe.positions} or less",
+        )
     if (args.stride or 0) > window:
-        came = f"--stride {args.stride} with a window of {window}"
-        rule = "tokens between two windows would be left out"
-        yield Problem("--stride", came, rule, f"give {window} or less")
+        yield Problem(
+            "--stride",
+            f"--stride {args.stride} with a window of {window}",
+            "tokens between two windows would be left out",
+            f"give {window} or less",
+        )
     held_out = "perplexity" in args.tasks and args.text is None
     if held_out and window != recipe.sequence_length:
-        rule = f"held-out samples have {recipe.sequence_length:,} tokens"
-        fix = "leave it out, or give --text PATH"
-        yield Problem("--window", f"--window {window}", rule, fix)
+        yield Problem(
+            "--window",
+            f"--window {window}",
+            f"held-out samples have {recipe.sequence_length:,} tokens",
+            "leave it out, or give --text PATH",
+        )
 
 
 if __name__ == "__main__":

@@ -63,10 +63,20 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("what to show").add_argument
     splits = ("train", "validation", "test")
     whole = arguments.whole
-    step = "optimizer step, from 0 (default: %(default)s)"
-    add("--step", type=whole(0, 10**12), default=0, metavar="N", help=step)
-    samples = "samples to decode (default: %(default)s)"
-    add("--samples", type=whole(1, 10_000), default=2, metavar="N", help=samples)
+    add(
+        "--step",
+        type=whole(0, 10**12),
+        default=0,
+        metavar="N",
+        help="optimizer step, from 0 (default: %(default)s)",
+    )
+    add(
+        "--samples",
+        type=whole(1, 10_000),
+        default=2,
+        metavar="N",
+        help="samples to decode (default: %(default)s)",
+    )
     add("--split", choices=splits, default="train", help="default: %(default)s")
     lengths = (
         "instead of samples, tokens per document of a store, and lengths of the first N samples "
@@ -94,26 +104,18 @@ def main() -> int:
             column = arguments.stated(args.set, "data.text_column")
             settings = text_settings(args.text, column, say)
         recipe = catalog.load(args.recipe, args.set, tiny=args.tiny, settings=settings)
-        check(args, recipe)
+        if args.split == "test" and not recipe.data.test_every:
+            came = "--split test, but data.test_every is null: the recipe holds no test documents out"
+            raise ValueError(f"{came}; --set data.test_every=20")
         from data.corpus import build
 
         corpus = build(recipe, say=say)
         if args.summary:
             return show_lengths(recipe, corpus, args.summary)
-        return (
-            show_hashes(recipe, corpus, args)
-            if args.hashes
-            else show_samples(recipe, corpus, args)
-        )
+        shown = show_hashes if args.hashes else show_samples
+        return shown(recipe, corpus, args)
     except ValueError as e:
         ending.refuse(e)
-
-
-def check(args: argparse.Namespace, recipe: Recipe) -> None:
-    """Check the split against the recipe. Raises ValueError."""
-    if args.split == "test" and not recipe.data.test_every:
-        came = "--split test, but data.test_every is null: the recipe holds no test documents out"
-        raise ValueError(f"{came}; --set data.test_every=20")
 
 
 def show_samples(recipe: Recipe, corpus: Corpus, args: argparse.Namespace) -> int:
@@ -139,8 +141,7 @@ def show_samples(recipe: Recipe, corpus: Corpus, args: argparse.Namespace) -> in
             window = fields["window"][row]
             shown = described(window, fields[PLACES][row], corpus.tokenizer)
         else:
-            head = recipe.model.sentence_head
-            shown = fields.describe(row, corpus.tokenizer, head)
+            shown = fields.describe(row, corpus.tokenizer, recipe.model.sentence_head)
         print(f"\n--- {where.format(row)}: {shown}")
     return 0
 
@@ -160,8 +161,9 @@ def show_lengths(recipe: Recipe, corpus: Corpus, most: int) -> int:
     length = recipe.sequence_length
     for origin in recipe.data.origins:
         source = open_origin(recipe, origin, quiet)
-        place = (source, corpus.tokenizer, directory, quiet)
-        opened = opened_store(recipe, origin, *place)
+        opened = opened_store(
+            recipe, origin, source, corpus.tokenizer, directory, quiet
+        )
         if opened is None:  # a stream
             continue
         ends = np.append(0, np.cumsum(opened.store.sizes, dtype=np.int64))
@@ -237,12 +239,15 @@ def step_hashes(
     """Yield the hash of each step, joined from the batches of all ranks of a layout."""
     from data.loader import StepBatches, batch_digest
 
-    samples = corpus.train
-    seed = recipe.seed
-    first = steps.start
-    sizes = recipe.sizes_in_data
     ranks = [
-        StepBatches(samples, seed, layout, rank, first, sizes=sizes)
+        StepBatches(
+            corpus.train,
+            recipe.seed,
+            layout,
+            rank,
+            steps.start,
+            sizes=recipe.sizes_in_data,
+        )
         for rank in range(layout.dp)
     ]
     try:

@@ -229,8 +229,9 @@ class TrainerOrders:
         step = record.step
         control = self._trainer.control
         control.should_save = self._schedule.begins(step)
-        stopped = self._run.reports.stopped
-        validates = due(step, recipe.run.validate_every) and not stopped
+        validates = (
+            due(step, recipe.run.validate_every) and not self._run.reports.stopped
+        )
         control.should_evaluate = step == recipe.steps or validates
 
     def end(self, error: BaseException | None) -> None: ...

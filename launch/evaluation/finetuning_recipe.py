@@ -67,9 +67,13 @@ def recipe_of(
     recipe = validate(values, *of)
     if recipe.model.implementation != "transformers":
         key = "model.implementation"
-        came = f"{key}={recipe.model.implementation}"
-        rule = "heads of tasks are those of transformers"
-        raise ProblemsError.of(key, came, rule, f"leave --set {key} out", where=name)
+        raise ProblemsError.of(
+            key,
+            f"{key}={recipe.model.implementation}",
+            "heads of tasks are those of transformers",
+            f"leave --set {key} out",
+            where=name,
+        )
     if examples is None:
         return recipe
     per_epoch = examples / recipe.batch.global_

@@ -69,11 +69,9 @@ class Summary:
 def read(out: Path) -> Summary | None:
     """Read the summary; None without a finished procedure. Raises FileError."""
     path = out / SUMMARY
-    return (
-        files.checked(TypeAdapter(Summary), files.read_json_object(path), path)
-        if path.exists()
-        else None
-    )
+    if not path.exists():
+        return None
+    return files.checked(TypeAdapter(Summary), files.read_json_object(path), path)
 
 
 def keep_arguments(out: Path, arguments: Sequence[str]) -> None:
@@ -82,9 +80,12 @@ def keep_arguments(out: Path, arguments: Sequence[str]) -> None:
     path = out / ARGUMENTS
     given = {"arguments": list(arguments)}
     if path.exists() and files.read_json_object(path) != given:
-        came = f"{out} holds runs of other arguments"
-        rule = "runs that are compared have the same ones"
-        raise ProblemsError.of("--out", came, rule, "name another directory with --out")
+        raise ProblemsError.of(
+            "--out",
+            f"{out} holds runs of other arguments",
+            "runs that are compared have the same ones",
+            "name another directory with --out",
+        )
     write_json(path, given)
 
 
@@ -168,7 +169,13 @@ def keep_predictions(
         np.save(place / LOGITS, logits[split.name])
         for name, text in scored.files.items():
             write_atomically(place / name, text)
-        counts = (len(split.records), split.incomplete)
-        metrics = dict(scored.metrics)
-        scores.append(TaskScore(split.name, metrics, *counts, tuple(scored.files)))
+        scores.append(
+            TaskScore(
+                split.name,
+                dict(scored.metrics),
+                len(split.records),
+                split.incomplete,
+                tuple(scored.files),
+            )
+        )
     return tuple(scores)

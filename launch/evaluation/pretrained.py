@@ -54,18 +54,31 @@ def encoder_in(given: StartingModel) -> tuple[dict[str, Any], Path]:
 
     model = given.model()
     if model.form.family in OF_CONFIG:
-        came = "is a run of a model by its config (model.config)"
-        rule = "heads for tasks stand on our own BERT here"
-        fix = "export it with launch/export_hf.py, and fine-tune the export with transformers"
-        raise given.error(Problem(given.key, came, rule, fix))
+        raise given.error(
+            Problem(
+                given.key,
+                "is a run of a model by its config (model.config)",
+                "heads for tasks stand on our own BERT here",
+                "export it with launch/export_hf.py, and fine-tune the export with transformers",
+            )
+        )
     if not FAMILIES[model.form.family].masked:
-        came = f"is a model of type {shown(model.form.model_type)}"
-        fix = "give a run with a checkpoint, or a directory that save_pretrained or export_hf.py wrote"
-        rule = "heads for tasks stand on a BERT"
-        raise given.error(Problem(given.key, came, rule, fix))
+        raise given.error(
+            Problem(
+                given.key,
+                f"is a model of type {shown(model.form.model_type)}",
+                "heads for tasks stand on a BERT",
+                "give a run with a checkpoint, or a directory that save_pretrained or export_hf.py wrote",
+            )
+        )
     if given.tokenizer is None:
-        fix = "pretrain from it with --init_from, and fine-tune that run"
-        raise given.error(Problem(given.key, "holds no vocabulary", fix=fix))
+        raise given.error(
+            Problem(
+                given.key,
+                "holds no vocabulary",
+                fix="pretrain from it with --init_from, and fine-tune that run",
+            )
+        )
     return model.model_values, Path(given.tokenizer).resolve()
 
 
@@ -83,11 +96,14 @@ def pretrained_in(weights: str) -> Pretrained | None:
         launch = run and run.newest_launch()
     if not launch:
         return None
-    place = str(checkpoint.directory.resolve())
-    name = launch.row
-    steps = saved.recipe.steps
-    changed = changed_from_row(name, saved.recipe)
-    return Pretrained(place, name, launch.tiny, checkpoint.step, steps, changed)
+    return Pretrained(
+        str(checkpoint.directory.resolve()),
+        launch.row,
+        launch.tiny,
+        checkpoint.step,
+        saved.recipe.steps,
+        changed_from_row(launch.row, saved.recipe),
+    )
 
 
 def changed_from_row(name: str, recipe: Recipe) -> tuple[str, ...] | None:
@@ -107,8 +123,6 @@ def keep(run: Path, pretrained: Pretrained) -> None:
 def read(run: Path) -> Pretrained | None:
     """Read the pretraining run of a fine-tuning run; None without one. Raises FileError."""
     path = run / NAME
-    return (
-        files.checked(_FORM, files.read_json_object(path), path)
-        if path.exists()
-        else None
-    )
+    if not path.exists():
+        return None
+    return files.checked(_FORM, files.read_json_object(path), path)

@@ -78,8 +78,9 @@ def rows_of(
             rows = _rows_of_files(place, column, whole)
         for row in rows:
             if isinstance(row, BrokenRecord):
-                came = f"{row.file}:{row.number}: {row.kind}"
-                raise ProblemsError.of(flag, came, row.detail)
+                raise ProblemsError.of(
+                    flag, f"{row.file}:{row.number}: {row.kind}", row.detail
+                )
             yield row or ""
     except ProblemsError as error:
         problems = []
@@ -99,8 +100,9 @@ def _rows_of_files(place: str, column: str | None, whole: bool) -> Iterator[Pars
     origin = Origin(**named)
     is_plain = origin.source == "text"
     if column and is_plain:
-        came = f"--column {column}"
-        raise ProblemsError.of("--column", came, "it is plain text", "leave it out")
+        raise ProblemsError.of(
+            "--column", f"--column {column}", "it is plain text", "leave it out"
+        )
     form = format_of(origin)
     for file in files_of(origin):
         if is_plain and not whole:
@@ -127,8 +129,12 @@ def _as_dataset(
     import datasets
 
     if not documents:
-        came = f"{facts.source}: nothing is left to score"
-        raise ProblemsError.of(flag, came, "it holds no text", "give another text")
+        raise ProblemsError.of(
+            flag,
+            f"{facts.source}: nothing is left to score",
+            "it holds no text",
+            "give another text",
+        )
     return {"test": datasets.Dataset.from_list([*documents]), FACTS: facts}
 
 
@@ -206,9 +212,12 @@ def lambada(
         if before.strip():
             passages.append({"before": before, "last_word": f" {word}"})
         elif word:
-            came = f"{source}: passage {number} has one word"
-            rule = "there is nothing to guess it from"
-            raise ProblemsError.of("--data", came, rule, "remove it")
+            raise ProblemsError.of(
+                "--data",
+                f"{source}: passage {number} has one word",
+                "there is nothing to guess it from",
+                "remove it",
+            )
     dataset = _as_dataset("--data", passages, TaskText(variant, source))
     _check_variant(variant, passages, source)
     return dataset
@@ -222,10 +231,11 @@ def _check_variant(
     if lower != (variant == "original"):
         other = "original" if lower else "openai"
         letters = "no capital" if lower else "capitals"
-        came = f"--variant {variant} with {source}, which has {letters}"
-        rule = "the original text is in lower case, and OpenAI's is not"
         raise ProblemsError.of(
-            "--data", came, rule, f"give --variant {other}, or the other file"
+            "--data",
+            f"--variant {variant} with {source}, which has {letters}",
+            "the original text is in lower case, and OpenAI's is not",
+            f"give --variant {other}, or the other file",
         )
 
 

@@ -77,8 +77,16 @@ class Score:
     @property
     def key(self) -> tuple[object, ...]:
         """Return the key of the score in scores.json; a later score of the same key replaces it."""
-        what = (self.task, self.variant, self.source, self.limited, self.step)
-        return (*what, self.window, self.stride, self.precision)
+        return (
+            self.task,
+            self.variant,
+            self.source,
+            self.limited,
+            self.step,
+            self.window,
+            self.stride,
+            self.precision,
+        )
 
     @property
     def on_other_data(self) -> bool:
@@ -113,10 +121,10 @@ def to_json(scores: Sequence[Score]) -> str:
     """Return scores with the published ones of their tasks as JSON; of several scores a list."""
     entries = []
     for score in scores:
-        published = [asdict(each) for each in published_next_to(score.task)]
-        other = score.on_other_data
-        more = {"published": published, "published_on_other_data": other}
-        entries.append(asdict(score) | more)
+        entry = asdict(score)
+        entry["published"] = [asdict(each) for each in published_next_to(score.task)]
+        entry["published_on_other_data"] = score.on_other_data
+        entries.append(entry)
     return _json(entries if len(entries) > 1 else entries[0])
 
 
@@ -133,8 +141,9 @@ def read_scores(run: Path) -> tuple[Score, ...]:
     kept = files.checked(_KEPT, held, path)["scores"]
     for score in kept:
         if not score.figures:
-            came = f"has no figures of {score.task}"
-            files.refuse(path, came, "a score has one or more")
+            files.refuse(
+                path, f"has no figures of {score.task}", "a score has one or more"
+            )
     return kept
 
 

@@ -120,8 +120,12 @@ def _loaded(name: str, manager: TaskManager) -> LoadedTask:
     # datasets, huggingface_hub, httpx and fsspec each raise their own
     except Exception as error:
         first = (str(error).splitlines() or [""])[0][:200]
-        rule = f"its data cannot be read: {type(error).__name__}: {first}"
-        raise ProblemsError.of("--tasks", name, rule, WITHOUT_NETWORK) from error
+        raise ProblemsError.of(
+            "--tasks",
+            name,
+            f"its data cannot be read: {type(error).__name__}: {first}",
+            WITHOUT_NETWORK,
+        ) from error
 
 
 @dataclass
@@ -241,8 +245,9 @@ class ScoredModel(HFLM):  # type: ignore[misc]  # lm-eval has no types
     def _within_documents(self, tokens: Tensor) -> dict[str, Tensor]:
         """Return positions and mask of windows (B, S) with the borders of the training."""
         data = self._job.model.recipe.data
-        border = self.prefix_token_id
-        places = torch.from_numpy(places_in_documents(tokens.cpu().numpy(), border))
+        places = torch.from_numpy(
+            places_in_documents(tokens.cpu().numpy(), self.prefix_token_id)
+        )
         document = (places == 0).cumsum(1)
         seen = document[:, :, None] == document[:, None]
         if data.attend == "window":

@@ -70,8 +70,7 @@ class TrainedModel:
             for remark in self.remarks or (str(self.weights),):
                 terminal.say(f"weights: {remark}", sys.stderr)
             weights = foreign_weights.read(self.weights, self.recipe)
-        made = in_transformers(self.recipe, weights, dtype, self.tokenizer)
-        return on_devices(made)
+        return on_devices(in_transformers(self.recipe, weights, dtype, self.tokenizer))
 
 
 def on_devices(model: Any) -> Any:
@@ -81,8 +80,9 @@ def on_devices(model: Any) -> Any:
     import accelerate
     from deepspeed.accelerator import get_accelerator
 
-    whole = model._no_split_modules
-    places = accelerate.infer_auto_device_map(model, no_split_module_classes=whole)
+    places = accelerate.infer_auto_device_map(
+        model, no_split_module_classes=model._no_split_modules
+    )
     if len({*places.values()}) > 1:
         return accelerate.dispatch_model(model, places)
     return model.to(get_accelerator().current_device_name())
@@ -115,9 +115,8 @@ def open_model(
         run = around.path if around else None
     check(recipe)
     # The sentence head is unused; the weights may lack it.
-    recipe = recipe.model_copy(
-        update={"model": recipe.model.model_copy(update={"sentence_head": "none"})}
-    )
+    model = recipe.model.model_copy(update={"sentence_head": "none"})
+    recipe = recipe.model_copy(update={"model": model})
     replace(given, directory=str(weights)).check(recipe)
     chosen, place = _tokenizer(weights, run, recipe, tokenizer)
     if not isinstance(saved, RunWeights):  # others' embeddings may have rows of padding
@@ -138,8 +137,12 @@ def _tokenizer(
         tokenizer = read_tokenizer(asked)
         said = vocabulary.foreign_tokens(weights, tokenizer)
         if said:
-            rule = "the weights know the tokens of their own vocabulary alone"
-            raise ProblemsError.of(TOKENIZER, said, rule, f"leave {TOKENIZER} out")
+            raise ProblemsError.of(
+                TOKENIZER,
+                said,
+                "the weights know the tokens of their own vocabulary alone",
+                f"leave {TOKENIZER} out",
+            )
         return tokenizer, Path(asked)
     if run is not None:
         return vocabulary.load(run), run / vocabulary.FOLDER
@@ -147,10 +150,11 @@ def _tokenizer(
         return read_tokenizer(weights), weights
     if recipe.model.vocab_size == GPT2_VOCABULARY:
         return gpt2_tokenizer(), None
-    came = f"{weights} holds no vocabulary ({', '.join(vocabulary.VOCABULARY_FILES)})"
-    rule = "text becomes the model's tokens"
     raise ProblemsError.of(
-        TOKENIZER, came, rule, f"name its directory with {TOKENIZER} DIR"
+        TOKENIZER,
+        f"{weights} holds no vocabulary ({', '.join(vocabulary.VOCABULARY_FILES)})",
+        "text becomes the model's tokens",
+        f"name its directory with {TOKENIZER} DIR",
     )
 
 
@@ -163,16 +167,16 @@ def _unfit(tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> Iterator[Probl
     size = recipe.model.vocab_size
     pads = recipe.model.config and tokens < size
     if tokens != size and not pads:
-        came = f"the vocabulary in {tokenizer.name_or_path or 'that directory'} has {tokens:,} tokens"
-        fix = f"name the directory of the model's own with {TOKENIZER} DIR"
-        yield Problem(
-            TOKENIZER, came, f"the model has {size:,} (model.vocab_size)", fix
-        )
-    if recipe.model.facts.masked and (missing := missing_roles(tokenizer)):
-        came = f"the vocabulary names no {', '.join(missing)}"
         yield Problem(
             TOKENIZER,
-            came,
+            f"the vocabulary in {tokenizer.name_or_path or 'that directory'} has {tokens:,} tokens",
+            f"the model has {size:,} (model.vocab_size)",
+            f"name the directory of the model's own with {TOKENIZER} DIR",
+        )
+    if recipe.model.facts.masked and (missing := missing_roles(tokenizer)):
+        yield Problem(
+            TOKENIZER,
+            f"the vocabulary names no {', '.join(missing)}",
             "masks are filled with them",
             f"name another with {TOKENIZER} DIR",
         )

@@ -42,9 +42,12 @@ def read(file: str) -> list[Prompt]:
     """Read the prompts of a text file, one in each line, without blank ones. Raises FileError."""
     path = files.path_of(file, "--file")
     if path.suffix in (".json", ".jsonl"):
-        rule = "a file of prompts is plain text, one in each line"
-        fix = f"jq -r .prompt {path} > prompts.txt"
-        files.refuse(path, "has an ending of JSON", rule, fix)
+        files.refuse(
+            path,
+            "has an ending of JSON",
+            "a file of prompts is plain text, one in each line",
+            f"jq -r .prompt {path} > prompts.txt",
+        )
     prompts = list[Prompt]()
     for number, line in enumerate(files.read_text(path).split("\n"), 1):
         if line.strip():
@@ -74,23 +77,30 @@ def _unfit(prompt: Prompt, model: TrainedModel) -> Iterator[Problem]:
     facts = model.recipe.model.facts
     tokens = prompt.tokens
     if not prompt.text.strip() or not tokens:
-        fix = f"give some text, such as {facts.prompt!r}"
         yield Problem(
             "--prompt",
             "is empty",
             "there is nothing to go on with",
-            fix,
+            f"give some text, such as {facts.prompt!r}",
             where=prompt.where,
         )
     elif len(tokens) > positions:
-        came = f"has {len(tokens):,} tokens"
-        rule = f"the model has {positions:,} positions (model.positions)"
-        yield Problem("--prompt", came, rule, "shorten it", where=prompt.where)
+        yield Problem(
+            "--prompt",
+            f"has {len(tokens):,} tokens",
+            f"the model has {positions:,} positions (model.positions)",
+            "shorten it",
+            where=prompt.where,
+        )
     elif not model.continues and model.tokenizer.mask_token_id not in tokens:
         mask = model.tokenizer.mask_token
-        rule = f"a {facts.title} fills in masks, and writes nothing else"
-        fix = f"write {mask} for a missing token"
-        yield Problem("--prompt", f"has no {mask}", rule, fix, where=prompt.where)
+        yield Problem(
+            "--prompt",
+            f"has no {mask}",
+            f"a {facts.title} fills in masks, and writes nothing else",
+            f"write {mask} for a missing token",
+            where=prompt.where,
+        )
 
 
 @dataclass(frozen=True)

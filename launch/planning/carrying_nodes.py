@@ -78,8 +78,7 @@ def page(
     for each in tried:
         predicted = each.fit.forecast
         if predicted is None:
-            why = "; ".join(map(str, each.fit.problems))
-            refused.append((each.node.name, why))
+            refused.append((each.node.name, "; ".join(map(str, each.fit.problems))))
             continue
         known.append(errors(predicted))
         if each.fit.fits:

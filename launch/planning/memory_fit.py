@@ -76,10 +76,18 @@ def fit(
     tp, pp = recipe.parallel.model_parallel
     shared = tp * pp
     if gpus and shared > gpus:
-        came = f"tp {tp} x pp {pp} on {counted(gpus, 'GPU')}"
-        rule = f"each of the {shared} processes has a GPU of its own"
-        fix = f"--nodes {math.ceil(shared / node.gpus)}"
-        return Fit(recipe, gpus, problems=(Problem("--nodes", came, rule, fix),))
+        return Fit(
+            recipe,
+            gpus,
+            problems=(
+                Problem(
+                    "--nodes",
+                    f"tp {tp} x pp {pp} on {counted(gpus, 'GPU')}",
+                    f"each of the {shared} processes has a GPU of its own",
+                    f"--nodes {math.ceil(shared / node.gpus)}",
+                ),
+            ),
+        )
     tried = list[Fit]()
     stated = recipe.parallel.dp
     most = min((bound for bound in (gpus // shared, stated) if bound), default=1)

@@ -66,8 +66,7 @@ class Curve:
         if self.entropies.same_text(entropies):
             apart = [each for each in apart if each[0] not in PLACES]
         elif entropies.unigram:
-            own = self.entropies.unigram
-            apart.append(("unigram entropy", own, entropies.unigram))
+            apart.append(("unigram entropy", self.entropies.unigram, entropies.unigram))
         told = [f"{key}={now} is not the {was}" for key, was, now in apart]
         return f"{some(told, MOST_NAMED)} of {self.curve_of}'s curve" if told else ""
 

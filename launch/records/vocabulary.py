@@ -31,8 +31,12 @@ def keep(run: Path, tokenizer: PreTrainedTokenizerFast) -> None:
         if vocabulary_digest(load(run)) != vocabulary_digest(tokenizer):
             came = "is not the vocabulary that the recipe's data yields now"
             changed = "the corpus or the version of tokenizers has changed"
-            rule = f"{changed}, and the weights know only the old tokens"
-            refuse(run / FOLDER, came, rule, "restore them, or start again with --out")
+            refuse(
+                run / FOLDER,
+                came,
+                f"{changed}, and the weights know only the old tokens",
+                "restore them, or start again with --out",
+            )
         return
     temporary = run / f".{FOLDER}.{os.getpid()}.tmp"
     try:

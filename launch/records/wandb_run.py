@@ -45,9 +45,12 @@ def check(directory: Path) -> None:
         except requests.RequestException as error:
             came = f"it does not answer ({type(error).__name__})"
     if came:
-        rule = f"what is logged goes to {server}, and {came}"
-        fix = "mend that, or set WANDB_MODE=offline and send it later with wandb sync"
-        raise ProblemsError.of("wandb.enabled", "wandb.enabled=true", rule, fix)
+        raise ProblemsError.of(
+            "wandb.enabled",
+            "wandb.enabled=true",
+            f"what is logged goes to {server}, and {came}",
+            "mend that, or set WANDB_MODE=offline and send it later with wandb sync",
+        )
 
 
 def keep_id(directory: Path) -> None:

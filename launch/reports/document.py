@@ -157,7 +157,7 @@ def assemble(
             table,
             entries,
             measured_columns(table, ran),
-            [(row, said) for row, said in remarks if said],
+            [each for each in remarks if each[1]],
             drawn,
             list(scores.finetuned_lines(table.rows, tuned, tables.recipe)),
         )
@@ -168,9 +168,7 @@ def assemble(
         if made.runs or made.finetuned or table.name in asked:
             sections.append(made)
     sections.sort(key=lambda each: not each.runs)
-    placed = list[ReportedRun]()
-    for each in sections:
-        placed += each.runs
+    placed = [run for each in sections for run in each.runs]
     strangers = [run for run in shown if run not in placed]
     if strangers:
         table = _table_of_strangers(strangers)

@@ -250,8 +250,7 @@ def entry_of(row: PublishedRow, run: ReportedRun) -> RowEntry:
     elif published.oom:
         why = f"published as OOM; this run: {run.status}"
     else:
-        compared = compare_with(published, run.result, comparable=True)
-        return RowEntry(row, run, compared)
+        return RowEntry(row, run, compare_with(published, run.result, comparable=True))
     return RowEntry(row, run, no_ratio=why)
 
 

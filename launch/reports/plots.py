@@ -108,9 +108,13 @@ def of_runs(runs: Sequence[ReportedRun]) -> list[Plot]:
         for y, run in enumerate(oldest_first):
             value = COLUMNS[key].of(run.result)
             if value is None or run.status == OOM:
-                place: dict[str, Any] = {"xycoords": ("axes fraction", "data")}
                 axes.annotate(
-                    run.status, (0.01, y), fontsize=8, color=INK, va="center", **place
+                    run.status,
+                    (0.01, y),
+                    xycoords=("axes fraction", "data"),
+                    fontsize=8,
+                    color=INK,
+                    va="center",
                 )
                 continue
             axes.barh(y, value, height=0.62, facecolor=PALETTE[0], alpha=0.6)

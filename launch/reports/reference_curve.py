@@ -28,8 +28,12 @@ def add_parser(commands: Any) -> None:
     about = "what your own runs of a recipe came to, to judge later ones by"
     parser = arguments.subcommand(commands, "curve", about, ABOUT)
     add = parser.add_argument
-    runs = "a run directory, a glob of them, or a folder with runs somewhere below it"
-    add("runs", nargs="+", metavar="RUN", help=runs)
+    add(
+        "runs",
+        nargs="+",
+        metavar="RUN",
+        help="a run directory, a glob of them, or a folder with runs somewhere below it",
+    )
     add("--out", required=True, metavar="FILE", help="a new .json file")
     parser.set_defaults(run=run)
 
@@ -43,13 +47,24 @@ def run(args: argparse.Namespace) -> int:
         try:
             curve = with_run(curve, path)
         except ValueError as why:
-            fix = "leave it out, or train it again"
-            problems.append(Problem(str(path), str(why), fix=fix, where=str(path)))
+            problems.append(
+                Problem(
+                    str(path),
+                    str(why),
+                    fix="leave it out, or train it again",
+                    where=str(path),
+                )
+            )
     seeds = len(curve.runs) if curve else 0
     if seeds < LEAST_SEEDS:
-        came = f"a curve of {counted(seeds, 'seed')}"
-        rule = f"a band is of {LEAST_SEEDS} or more"
-        problems.append(Problem("seed", came, rule, "train with --set seed=N, too"))
+        problems.append(
+            Problem(
+                "seed",
+                f"a curve of {counted(seeds, 'seed')}",
+                f"a band is of {LEAST_SEEDS} or more",
+                "train with --set seed=N, too",
+            )
+        )
     if problems or curve is None:
         raise ProblemsError(problems)
     write(out, curve)

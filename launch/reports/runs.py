@@ -121,9 +121,8 @@ class ReportedRun:
         if recipe is None:
             return []
         of_sample = recipe.model.sequences * recipe.sequence_length
-        sizes = recipe.sizes
         return [
-            (float(sizes.samples(int(step)) * of_sample), value)
+            (float(recipe.sizes.samples(int(step)) * of_sample), value)
             for step, value in points
         ]
 
@@ -162,11 +161,9 @@ def read_run(
     launches = _read(at.launches, problems)
     launch = launches[-1] if launches else None
     records = read_metrics(at.metrics_jsonl, problems)
-    written = (
-        _read(lambda: read_result(at.result_json), problems)
-        if at.result_json.exists()
-        else None
-    )
+    written = None
+    if at.result_json.exists():
+        written = _read(lambda: read_result(at.result_json), problems)
     if written and written.steps and not (records.steps or records.broken):
         lost = f"has no step, and result.json counts {written.steps:,}"
         problems.append(f"{at.metrics_jsonl}: {lost}: {REMEDY}")
@@ -293,10 +290,10 @@ def is_run(path: Path) -> bool:
 def _runs_of(argument: str) -> Iterator[Path]:
     path = Path(argument).expanduser()
     seen = set[Path]()
-    matches = (
-        sorted(glob.glob(str(path), recursive=True)) if glob.has_magic(argument) else []
-    )
-    for match in [path] if path.exists() else map(Path, matches):
+    matches = [str(path)]
+    if not path.exists():
+        matches = sorted(glob.glob(str(path), recursive=True))
+    for match in map(Path, matches):
         if match.is_dir():
             yield from _below(match, seen)
 
@@ -313,12 +310,11 @@ def _why_none(argument: str) -> str:
         return f"it is a file: give the directory of a run; {WHAT_A_RUN_HOLDS}"
     if glob.has_magic(argument):
         return f"no run directory matches; {WHAT_A_RUN_HOLDS}"
-    siblings = (
-        [child.name for child in _subdirectories(path.parent)]
-        if path.parent.is_dir()
-        else []
-    )
-    return f"no such directory: {did_you_mean(path.name, siblings) if siblings else WHAT_A_RUN_HOLDS}"
+    hint = WHAT_A_RUN_HOLDS
+    siblings = path.parent.is_dir() and _subdirectories(path.parent)
+    if siblings:
+        hint = did_you_mean(path.name, [child.name for child in siblings])
+    return f"no such directory: {hint}"
 
 
 def _below(path: Path, seen: set[Path]) -> Iterator[Path]:

@@ -200,8 +200,9 @@ def finetuned_models(
         if summary and run.path.name in {each.name for each in summary.seeds}:
             models[above] = list(_of_summary(run, summary))
         else:
-            alone = FinetunedModel(run, _values(scores), run.label, run.path)
-            models[run.path] = [alone]
+            models[run.path] = [
+                FinetunedModel(run, _values(scores), run.label, run.path)
+            ]
     return list(chain.from_iterable(models.values()))
 
 
@@ -213,9 +214,8 @@ def _of_summary(run: ReportedRun, summary: Summary) -> Iterator[FinetunedModel]:
     median = f"{above.name}, median of {count} seeds"
     yield FinetunedModel(scores=summary.median, label=median, **of)
     if summary.ensemble:
-        joined = _values(summary.ensemble)
-        label = f"{above.name}, {count} together"
-        yield FinetunedModel(scores=joined, label=label, together=True, **of)
+        of |= dict(scores=_values(summary.ensemble), together=True)
+        yield FinetunedModel(label=f"{above.name}, {count} together", **of)
 
 
 def _values(scores: Sequence[TaskScore]) -> dict[str, Mapping[str, float]]:
@@ -232,8 +232,7 @@ def finetuned_lines(
         own = [each for each in finetuned if each.is_of(row, recipe_of)]
         for figure in FIGURES:
             downstream = row.published.downstream if row.published else None
-            of_task = getattr(downstream, figure.task, None)
-            printed = getattr(of_task, figure.key, None)
+            printed = getattr(getattr(downstream, figure.task, None), figure.key, None)
             published = None if printed is None else round(printed / 100, 6)
             on_task = [each for each in own if each.task.name == figure.task]
             if published is not None and not on_task:
@@ -244,8 +243,7 @@ def finetuned_lines(
                 if row.published and published is not None:
                     why_not = ", ".join(_why_not(each, row.published))
                 if measured is not None or published is not None:
-                    facts = (published, measured, each, why_not)
-                    yield FinetunedLine(row, figure, *facts)
+                    yield FinetunedLine(row, figure, published, measured, each, why_not)
 
 
 def _why_not(finetuned: FinetunedModel, published: Published) -> Iterator[str]:
@@ -262,8 +260,10 @@ def _why_not(finetuned: FinetunedModel, published: Published) -> Iterator[str]:
         yield f"pretrained for {pretrained.step:,} of {pretrained.steps:,} steps"
     if finetuned.task.train is not None:
         yield "on other files than the hub's"
-    deviations = finetuned.run.result.deviations
-    if any(each.kind == "recipe" and each.key == "steps" for each in deviations):
+    if any(
+        each.kind == "recipe" and each.key == "steps"
+        for each in finetuned.run.result.deviations
+    ):
         yield "fine-tuning was cut short (--steps)"
     if bool(published.ensemble) != finetuned.together:
         models = "models that answer together" if published.ensemble else "one model"
@@ -300,11 +300,16 @@ def _score_rows(runs: Sequence[ReportedRun]) -> Iterator[tuple[str, ...]]:
     for name, scored in sorted(by_name.items()):
         for run, score in scored:
             step = "" if score.step is None else f", step {score.step:,}"
-            how = f"{score.data}, {score.windowed}, {score.precision}"
             figure, value = next(iter(score.figures.items()))
-            measured = (figure_text(figure, value), number(score.parameters), how)
-            yield name, figure_name(figure), f"{run.label}{step}", *measured
+            yield (
+                name,
+                figure_name(figure),
+                f"{run.label}{step}",
+                figure_text(figure, value),
+                number(score.parameters),
+                f"{score.data}, {score.windowed}, {score.precision}",
+            )
         for each in published_next_to(score.task):
             model = f"published: {each.model}"
-            printed = (each.printed, "", each.source)
-            yield name, figure_name(each.figure), model, *printed
+            figure = figure_name(each.figure)
+            yield name, figure, model, each.printed, "", each.source

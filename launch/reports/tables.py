@@ -141,8 +141,9 @@ def load(table: Table) -> PublishedTable:
     def cells_of(name: str, published: Any) -> tuple[str, ...]:
         cells, problem = source_cells(published, table.columns)
         if problem:
-            where = f"{table.name}/{name}"
-            problems.append(Problem("published.row", problem, where=where))
+            problems.append(
+                Problem("published.row", problem, where=f"{table.name}/{name}")
+            )
         return cells
 
     for name in table.rows:

@@ -82,10 +82,12 @@ def check(directory: Path) -> list[str]:
         ProblemsError: the directory cannot be made or written, is a run, or holds other files of our names.
     """
     if is_run(arguments.directory("--out", directory)):
-        came = "is a run directory"
-        rule = "it holds nothing but the run's own files"
         raise arguments.refusal(
-            "--out", directory, came, rule, "name another directory"
+            "--out",
+            directory,
+            "is a run directory",
+            "it holds nothing but the run's own files",
+            "name another directory",
         )
     beginnings = {name: own for name, (_, own) in FORMS.items()}
     return new_output.own_files("--out", directory, beginnings)

@@ -150,16 +150,15 @@ class Evidence(Strict):
             ]
             for says in (part.says, *of_row):
                 for quotation, values in says.items():
-                    yield from (
-                        Statement(part.source, quotation, key, values[key])
-                        for key in values
-                    )
+                    for key, value in values.items():
+                        yield Statement(part.source, quotation, key, value)
 
     def errata_of(self, row: str) -> Iterator[RowErratum]:
         for erratum in self.errata:
-            for one in (one for one in erratum.disagreements if row in one.rows):
-                said = difference(one.quantity, one.printed, one.computed)
-                yield RowErratum(one.quantity, said, erratum)
+            for one in erratum.disagreements:
+                if row in one.rows:
+                    said = difference(one.quantity, one.printed, one.computed)
+                    yield RowErratum(one.quantity, said, erratum)
 
 
 def difference(quantity: str, printed: str, computed: str) -> str:
@@ -183,12 +182,8 @@ def _problems(table: Table, evidence: Evidence) -> Iterator[Problem]:
         yield from _problems_of_settings(table, part, known)
     named = [("sizes", row) for sizes in evidence.sizes for row in sizes.rows]
     named += [("speeds", row) for speeds in evidence.speeds for row in speeds.rows]
-    named += [
-        ("errata", row)
-        for each in evidence.errata
-        for one in each.disagreements
-        for row in one.rows
-    ]
+    for each in evidence.errata:
+        named += [("errata", row) for one in each.disagreements for row in one.rows]
     for name, row in named:
         if row not in table.rows:
             yield wrong(name, row, "no row of the table", did_you_mean(row, table.rows))
@@ -215,11 +210,10 @@ def _problems_of_settings(
         for quotation, values in says.items():
             for key in values:
                 if key not in known:
-                    came = f"{quotation!r}: {key}"
                     yield _wrong(
                         table,
                         "settings",
-                        came,
+                        f"{quotation!r}: {key}",
                         "no recipe has it",
                         did_you_mean(key, known),
                     )

@@ -83,8 +83,7 @@ def add_parser(commands: Any) -> None:
     about = "List the recipes, or those that fit a machine."
     parser = arguments.subcommand(commands, "list", "which recipes there are", about)
     add = parser.add_argument
-    own = "only this table; repeatable"
-    add("tables", nargs="*", metavar="TABLE", help=own)
+    add("tables", nargs="*", metavar="TABLE", help="only this table; repeatable")
     add("--all", action="store_true", help="show every row of the published tables too")
     states = "only what fits this machine, or a NODE of plan.py such as 4xv100-32, by the planner's memory"
     fits = (
@@ -128,12 +127,8 @@ def run(args: argparse.Namespace) -> int:
 
 def fitting(rows: Sequence[ListedRecipe], node: Node) -> list[ListedRecipe]:
     """Return the rows that fit one such node, each with how it does."""
-    left = list[ListedRecipe]()
-    for row in rows:
-        placed = fit(row.recipe, node)
-        if placed.fits:
-            left.append(replace(row, fits=how(placed)))
-    return left
+    tried = ((row, fit(row.recipe, node)) for row in rows)
+    return [replace(row, fits=how(each)) for row, each in tried if each.fits]
 
 
 def fold(rows: Sequence[ListedRecipe], width: int | None) -> str:
@@ -158,8 +153,9 @@ def catalog_rows(tables: Sequence[str]) -> list[ListedRecipe]:
         if name in known:
             asked.append(name)
         else:
-            fix = did_you_mean(name, known)
-            problems.append(Problem("TABLE", name[:100], "no such table", fix))
+            problems.append(
+                Problem("TABLE", name[:100], "no such table", did_you_mean(name, known))
+            )
     rows = list[ListedRecipe]()
     for name in asked or known:
         table = known[name]

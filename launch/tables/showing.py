@@ -33,14 +33,22 @@ def add_parser(commands: Any) -> None:
     parser = arguments.subcommand(
         commands, "show", "everything about one recipe", ABOUT
     )
-    name = "a row of recipes/, or of your own YAML file as file.yaml/row"
-    add = parser.add_argument
-    add("recipe", metavar="TABLE/ROW", help=name)
+    parser.add_argument(
+        "recipe",
+        metavar="TABLE/ROW",
+        help="a row of recipes/, or of your own YAML file as file.yaml/row",
+    )
     form = parser.add_mutually_exclusive_group().add_argument
-    as_yaml = "the recipe as YAML, every value written out, and nothing else"
-    form("--yaml", action="store_true", help=as_yaml)
-    ds_json = "the DeepSpeed JSON as it would be resolved, and nothing else"
-    form("--ds_json", action="store_true", help=ds_json)
+    form(
+        "--yaml",
+        action="store_true",
+        help="the recipe as YAML, every value written out, and nothing else",
+    )
+    form(
+        "--ds_json",
+        action="store_true",
+        help="the DeepSpeed JSON as it would be resolved, and nothing else",
+    )
     parser.set_defaults(run=run)
 
 
@@ -65,8 +73,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         plan = resolved(recipe)
         memory = memory_fit.describe(plan)
-        hardware = str(recipe.hardware or "any")
-        around = Surroundings(hardware, memory=memory)
+        around = Surroundings(str(recipe.hardware or "any"), memory=memory)
         page.add([describe_plan(plan, name, around, width)], heading=["resolved"])
         launch = launch_lines_of(args.recipe, named)
     except ConfigError as error:
@@ -91,10 +98,8 @@ def run(args: argparse.Namespace) -> int:
 
 def resolved(recipe: Recipe) -> Plan:
     """Resolve the plan on the row's hardware, whose GPUs decide an open dp. Raises ConfigError."""
-    gpus = None
-    if recipe.hardware and recipe.parallel.dp is None:
-        gpus = recipe.hardware.gpus
-    return published_plan(recipe, gpus)
+    chosen = recipe.parallel.dp is None and recipe.hardware
+    return published_plan(recipe, chosen.gpus if chosen else None)
 
 
 def launch_lines_of(name: str, named: catalog.NamedRecipe) -> list[str]:

@@ -26,7 +26,6 @@ MOST_MICRO = 8191
 # % of the peak rate, every product counted: what no published row of this repository leaves (it has 3 to 52).
 LEAST_SHARE = 1.0
 MOST_SHARE = 75.0
-HOURS = 3600.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -193,7 +192,7 @@ class Forecast:
     @cached_property
     def verdict(self) -> Verdict:
         """fits: with all that torch would reserve; snug: once it has given back what no tensor uses."""
-        if any(each.missing > 0 for each in self.memories):
+        if self.binding.missing > 0:
             return "out of memory"
         snug = any(each.needed > each.room for each in self.memories)
         return "snug" if snug else "fits"
@@ -232,10 +231,10 @@ class Forecast:
 
             return largest_number(fits, MOST_MICRO)
 
-        recomputed, kept = (
-            replace(self.work, recomputed=layers, selective=False) for layers in (1, 0)
-        )
-        return LargestMicroBatch(largest(self.work), largest(recomputed), largest(kept))
+        work = self.work
+        recomputed = replace(work, recomputed=1, selective=False)
+        kept = replace(recomputed, recomputed=0)
+        return LargestMicroBatch(largest(work), largest(recomputed), largest(kept))
 
     @cached_property
     def remarks(self) -> list[Remark]:
@@ -332,15 +331,16 @@ class Forecast:
             tokens += count * work.tokens_per_step
         other = self.node.other_watts
         energy = None
+        gpu = self.node.gpu
         if other is not None:
-            watts = self.node.gpu.watts * gpus + other * self.nodes
+            watts = gpu.watts * gpus + other * self.nodes
             energy = watts * seconds / 3.6e6
-        price = self.node.gpu.price
+        price = gpu.price
         if usd_per_gpu_hour is not None:
             price = Price(usd_per_gpu_hour=usd_per_gpu_hour, where="--usd_per_gpu_hour")
         small = min(steps, sizes.stretches[-1][0])
         return Bill(
-            steps, small, tokens, seconds, gpus * seconds / HOURS, energy, price
+            steps, small, tokens, seconds, gpus * seconds / 3600.0, energy, price
         )
 
 

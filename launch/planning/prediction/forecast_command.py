@@ -31,8 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of a forecast."""
     arguments.add_recipe_arguments(parser)
     add = parser.add_argument_group("on what, and for how long").add_argument
-    config = "DeepSpeed JSON, or the name of one of ds_configs/ (default: the recipe's)"
-    add("--ds_config", metavar="FILE", help=config)
+    add(
+        "--ds_config",
+        metavar="FILE",
+        help="DeepSpeed JSON, or the name of one of ds_configs/ (default: the recipe's)",
+    )
     fits = "whether this recipe fits, as written or with fewer data-parallel ranks, and if not with which "
     fits += "JSON it would; on each node of the catalogue, or that of --hardware"
     add("--fits", metavar="TABLE/ROW", help=fits)
@@ -41,10 +44,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NODE",
         help=f"{hardware.ways_to_name()} (default: the recipe's)",
     )
-    nodes = "of them (default: 1; without --hardware as many as the layout takes)"
-    add("--nodes", type=arguments.whole(1, 10**5), metavar="N", help=nodes)
-    tokens = "what training on N tokens takes, instead of the recipe's steps"
-    add("--tokens", type=arguments.whole(1, 10**15), metavar="N", help=tokens)
+    add(
+        "--nodes",
+        type=arguments.whole(1, 10**5),
+        metavar="N",
+        help="of them (default: 1; without --hardware as many as the layout takes)",
+    )
+    add(
+        "--tokens",
+        type=arguments.whole(1, 10**15),
+        metavar="N",
+        help="what training on N tokens takes, instead of the recipe's steps",
+    )
     price = "price of a GPU for an hour (default: the catalogue's, which says whose and when, where it has one)"
     add(
         "--usd_per_gpu_hour", type=arguments.number(0, 10**6), metavar="USD", help=price
@@ -78,10 +89,11 @@ def run(args: argparse.Namespace) -> int:
     if plan is None or predicted is None:
         raise ProblemsError(placed.problems)
     sizes = recipe.sizes
-    tokens = predicted.work.tokens_per_step
     steps = recipe.steps
     if args.tokens:
-        samples = math.ceil(args.tokens * recipe.batch.global_ / tokens)
+        samples = math.ceil(
+            args.tokens * recipe.batch.global_ / predicted.work.tokens_per_step
+        )
         steps = bisect_left(range(samples), samples, key=sizes.samples)
     bill = predicted.bill(steps, sizes, args.usd_per_gpu_hour)
     if args.json:

@@ -171,11 +171,8 @@ def add_published(
             rows.append(
                 [quantity, f"{ours:.4g}", f"{theirs:.4g}", f"{ours / theirs:.2f}"]
             )
-    shown.table(
-        rows,
-        [f"as {published.software} ran it", "predicted", "published", "ratio"],
-        "lrrr",
-    )
+    headings = [f"as {published.software} ran it", "predicted", "published", "ratio"]
+    shown.table(rows, headings, "lrrr")
 
 
 def recomputation(work: Workload) -> str:
@@ -245,9 +242,8 @@ def _add_memory(shown: Page, predicted: Forecast) -> None:
 def _stages(stages: list[int], count: int) -> str:
     if count == 1:
         return ""
-    return (
-        f"stage {stages[0]}" if len(stages) == 1 else f"stages {stages[0]}-{stages[-1]}"
-    )
+    first, *others = stages
+    return f"stages {first}-{others[-1]}" if others else f"stage {first}"
 
 
 def _add_time(
@@ -317,11 +313,8 @@ def as_json(predicted: Forecast, bill: Bill | None) -> dict[str, Any]:
         and {**predicted.time.split, "total": predicted.time.total},
         "speed": predicted.speed and asdict(predicted.speed),
         "run": bill
-        and {
-            **asdict(bill),
-            "price": bill.price and bill.price.model_dump(),
-            "usd": bill.usd,
-        },
+        and asdict(bill)
+        | {"price": bill.price and bill.price.model_dump(), "usd": bill.usd},
         "remarks": [
             {**asdict(remark), "text": remark_text(remark)}
             for remark in predicted.remarks

@@ -133,10 +133,12 @@ def node_for(recipe: Recipe, name: str | None = None) -> Node:
     """Return the node named by the user, or the recipe's. Raises ProblemsError: neither is there."""
     name = name or (recipe.hardware.node if recipe.hardware else None)
     if name is None:
-        came = "no --hardware, and the recipe names none"
-        rule = "a plan is for a kind of node"
-        fix = f"--hardware {', '.join(names()[:6])}, …, 4xv100-32, 2x3090, or FILE.yaml:NODE of your own"
-        raise ProblemsError.of("--hardware", came, rule, fix)
+        raise ProblemsError.of(
+            "--hardware",
+            "no --hardware, and the recipe names none",
+            "a plan is for a kind of node",
+            f"--hardware {', '.join(names()[:6])}, …, 4xv100-32, 2x3090, or FILE.yaml:NODE of your own",
+        )
     return find(name)
 
 
@@ -155,8 +157,12 @@ def find(name: str, flag: str = "--hardware") -> Node:
         own = _read(files.path_of(file, flag), file)
         if colon:
             return _node(node, own.nodes, {**known.gpus, **own.gpus}, f"of {file}")
-        fix = f"{flag} {file}:{next(iter(own.nodes), 'NODE')}"
-        raise ProblemsError.of(flag, came, "no node is named", fix)
+        raise ProblemsError.of(
+            flag,
+            came,
+            "no node is named",
+            f"{flag} {file}:{next(iter(own.nodes), 'NODE')}",
+        )
     if name in known.nodes:
         return _node(name, known.nodes, known.gpus, f"of the catalogue ({SHOWN})")
     count, gpu = typed_hardware.read(name, known.gpus, known.nodes, flag)
@@ -165,9 +171,12 @@ def find(name: str, flag: str = "--hardware") -> Node:
         if each.gpus == count:
             return each
     if not 1 <= count <= MOST:
-        rule = f"a node that the catalogue lacks has 1 to {MOST} GPUs"
-        fix = f"{flag} {MOST}x{gpu} --nodes {max(1, math.ceil(count / MOST))}"
-        raise ProblemsError.of(flag, came, rule, fix)
+        raise ProblemsError.of(
+            flag,
+            came,
+            f"a node that the catalogue lacks has 1 to {MOST} GPUs",
+            f"{flag} {MOST}x{gpu} --nodes {max(1, math.ceil(count / MOST))}",
+        )
     of_these = f"{count}x{gpu}"
     larger = next((each for each in nodes if each.gpus > count), None)
     if larger:
@@ -267,25 +276,29 @@ def _read(path: Path, shown: str) -> Catalogue:
 
 def _plain(value: Any) -> Any:
     """Strip the sources from figures."""
-    if isinstance(value, dict):
-        return (
-            value["is"]
-            if "is" in value
-            else {key: _plain(below) for key, below in value.items()}
-        )
-    return value
+    if not isinstance(value, dict):
+        return value
+    if "is" in value:
+        return value["is"]
+    return {key: _plain(below) for key, below in value.items()}
 
 
 def _node(name: str, nodes: dict[str, Any], gpus: dict[str, Any], where: str) -> Node:
     if name not in nodes:
-        fix = did_you_mean(name, nodes)
-        came = f"--hardware {name[:100]}"
-        raise ProblemsError.of("--hardware", came, f"no such node {where}", fix)
+        raise ProblemsError.of(
+            "--hardware",
+            f"--hardware {name[:100]}",
+            f"no such node {where}",
+            did_you_mean(name, nodes),
+        )
     gpu = str(nodes[name].get("gpu"))
     if gpu not in gpus:
-        came = f"{name}.gpu={gpu}"
-        rule = f"no such GPU {where}"
-        raise ProblemsError.of("--hardware", came, rule, did_you_mean(gpu, gpus))
+        raise ProblemsError.of(
+            "--hardware",
+            f"{name}.gpu={gpu}",
+            f"no such GPU {where}",
+            did_you_mean(gpu, gpus),
+        )
     return _checked(
         Node, {**nodes[name], "name": name, "gpu": {**gpus[gpu], "name": gpu}}, name
     )
@@ -298,7 +311,12 @@ def _checked(form: type[Form], values: Any, what: str) -> Form:
         faults = error.errors()
     problems = []
     for fault in faults:
-        came = f"{what}: {'.'.join(map(str, fault['loc']))}"
-        fix = f"write it as in {SHOWN}"
-        problems.append(Problem("--hardware", came, fault["msg"], fix))
+        problems.append(
+            Problem(
+                "--hardware",
+                f"{what}: {'.'.join(map(str, fault['loc']))}",
+                fault["msg"],
+                f"write it as in {SHOWN}",
+            )
+        )
     raise ProblemsError(problems)

@@ -195,11 +195,14 @@ def _buffers(work: Workload, stage: int) -> float:
     gathered = 0.0
     if work.zero_stage == 3:
         # Two layers: the computed one, and the next, gathered ahead.
-        rows = work.positions
-        padded = work.padded_vocab
-        tp = work.layout.tp
         one = cost.parameters_per_rank(
-            work.model, rows, padded, tp, layers=1, first=False, last=False
+            work.model,
+            work.positions,
+            work.padded_vocab,
+            work.layout.tp,
+            layers=1,
+            first=False,
+            last=False,
         )
         gathered = min(parameters, buffers.live) if buffers.live else 2 * one
     return work.width * (buffers.reduce + gathered)

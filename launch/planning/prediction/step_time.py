@@ -114,7 +114,6 @@ class StageTimes:
         self.machine = machine
         layout = work.layout
         model = work.model
-        software = work.software
         self.again = 1.0 if work.recomputed else 0.0
         self.collectives = 4 + 2 * self.again  # of tensor parallelism, in a layer
         self._stream_bytes = work.width * work.tokens * model.hidden
@@ -125,7 +124,7 @@ class StageTimes:
             windows.count(each) * self._scores(each) for each in {*windows}
         ) / len(windows)
         # Kernels that keep no scores compute them again backward.
-        self.scores_backward = 2.0 if software.keeps_scores else 2.5
+        self.scores_backward = 2.0 if work.software.keeps_scores else 2.5
         heads = products.head_products(
             model,
             layout.micro,
@@ -153,7 +152,10 @@ class StageTimes:
             matrix += 3 * self.heads
             moved = self.machine.constants.traffic * 32 * work.logits
             between += moved / (self.machine.node.gpu.memory_gb_s * 1e9)
-        tensor = self._tensor() * layers
+        # A layer's all-reduces: two forward, two backward, two recomputed. Sequence parallelism moves as much
+        # by gathers and scatters (Korthikanti et al. 2022, section 4.2.2).
+        each = self.machine.collective_seconds(self._stream_bytes, work.layout.tp, 1)
+        tensor = each * self.collectives * layers
         host = max(0.0, self._started(layers) - matrix - between - tensor)
         return StepTime(matrix, between, host, tensor, self._boundary())
 
@@ -186,23 +188,17 @@ class StageTimes:
     def _between(self) -> float:
         """Predict a layer's forward pass besides products: bytes over the memory's bandwidth."""
         work = self.work
-        gpu = self.machine.node.gpu
         cut = work.layout.tp if work.sequence_parallel else 1
         passes = work.software.passes
         each = passes.whole / cut + passes.cut / work.layout.tp
         moved = self._stream_bytes * each
         if work.software.keeps_scores:
             moved += passes.scores * work.activations.scores
-        return self.machine.constants.traffic * moved / (gpu.memory_gb_s * 1e9)
-
-    def _tensor(self) -> float:
-        """Predict a layer's all-reduces: two forward, two backward, two recomputed.
-
-        Sequence parallelism moves as much by gathers and scatters (Korthikanti et al. 2022, section 4.2.2).
-        """
-        tp = self.work.layout.tp
-        each = self.machine.collective_seconds(self._stream_bytes, tp, 1)
-        return each * self.collectives
+        return (
+            self.machine.constants.traffic
+            * moved
+            / (self.machine.node.gpu.memory_gb_s * 1e9)
+        )
 
     def _boundary(self) -> float:
         """Predict handing on activations and gradients, for each of v chunks."""

@@ -42,19 +42,24 @@ def read(
     meant = [gpu for gpu in gpus if words and words <= _words(gpu)]
     if _LAPTOP not in words:
         meant = [gpu for gpu in meant if _LAPTOP not in gpu]
-    exact = [gpu for gpu in meant if words == _words(gpu)]
-    meant = exact or meant
+    meant = [gpu for gpu in meant if words == _words(gpu)] or meant
     came = f"{flag} {name[:100]}"
     if not meant:
         whys = (why for form, why in _ELSEWHERE.items() if re.search(form, rest))
-        rule = next(whys, "no such node or GPU")
-        fix = f"{did_you_mean(rest, {*gpus, *nodes})} {_OWN}"
-        raise ProblemsError.of(flag, came, rule, fix)
+        raise ProblemsError.of(
+            flag,
+            came,
+            next(whys, "no such node or GPU"),
+            f"{did_you_mean(rest, {*gpus, *nodes})} {_OWN}",
+        )
     if len(meant) > 1:
         of_these = [node for node, form in nodes.items() if form["gpu"] in meant]
-        rule = f"it may be {either(meant)}"
-        fix = f"{flag} {count or 4}x{meant[0]}, or a node: {', '.join(of_these)}"
-        raise ProblemsError.of(flag, came, rule, fix)
+        raise ProblemsError.of(
+            flag,
+            came,
+            f"it may be {either(meant)}",
+            f"{flag} {count or 4}x{meant[0]}, or a node: {', '.join(of_these)}",
+        )
     return 1 if count is None else count, meant[0]
 
 

@@ -101,9 +101,8 @@ def choices(question: SearchQuestion) -> list[Choice]:
     """
     ranks = question.ranks
     stated = question.recipe.parallel
-    node = question.node
     pipeline = [stated.pp] if stated.pp else divisors(ranks)
-    inside = [tp for tp in divisors(ranks) if node.holds_groups(tp, 1, ranks)]
+    inside = [tp for tp in divisors(ranks) if question.node.holds_groups(tp, 1, ranks)]
     tensor = [stated.tp] if stated.tp else inside
     cuts = sorted({stated.sequence, True})
     every = product(tensor, pipeline, cuts, question.recomputations)

@@ -60,16 +60,32 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = arguments.subcommand(commands, "search", line, ABOUT, EXAMPLES, RULES)
     arguments.add_recipe_arguments(parser)
     add = parser.add_argument_group("which model, on what").add_argument
-    model = f"a GPT of this size of GPT-3's, trained as {shapes.RECIPE}: %(choices)s"
-    add("--model", metavar="SIZE", type=str.lower, choices=shapes.SIZES, help=model)
-    grown = "the largest model of the recipe's kind that fits, by model states"
-    add("--largest", action="store_true", help=grown)
-    node = f"{hardware.ways_to_name()} (default: the recipe's)"
-    add("--hardware", metavar="NODE", help=node)
+    add(
+        "--model",
+        metavar="SIZE",
+        type=str.lower,
+        choices=shapes.SIZES,
+        help=f"a GPT of this size of GPT-3's, trained as {shapes.RECIPE}: %(choices)s",
+    )
+    add(
+        "--largest",
+        action="store_true",
+        help="the largest model of the recipe's kind that fits, by model states",
+    )
+    add(
+        "--hardware",
+        metavar="NODE",
+        help=f"{hardware.ways_to_name()} (default: the recipe's)",
+    )
     count = arguments.whole(1, 10**5)
     add("--nodes", type=count, default=1, metavar="N", help="of them (default: 1)")
-    top = "layouts that are shown (default: %(default)s)"
-    add("--top", type=arguments.whole(1, 1000), default=8, metavar="N", help=top)
+    add(
+        "--top",
+        type=arguments.whole(1, 1000),
+        default=8,
+        metavar="N",
+        help="layouts that are shown (default: %(default)s)",
+    )
     parser.set_defaults(run=run)
 
 
@@ -108,8 +124,7 @@ def question_of(args: argparse.Namespace) -> SearchQuestion:
         # every layer, which leaves the most room
         recomputations = ("full",)
     settings = {key_of(text): text for text in (*shape, *args.set)}
-    overrides = [*OPEN, *settings.values()]
-    recipe = named.changed(overrides, args.tiny, args.steps)
+    recipe = named.changed([*OPEN, *settings.values()], args.tiny, args.steps)
     if recipe.model.config:
         raise ProblemsError([UNCOUNTED])
     if RECOMPUTATION in settings:

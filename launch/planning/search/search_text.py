@@ -108,7 +108,7 @@ def _gpus(question: SearchQuestion) -> str:
 
 
 def largest_page(
-    question: SearchQuestion, models: Sequence[Largest], width: int | None = None
+    question: SearchQuestion, models: Sequence[Largest], width: int | None
 ) -> Page:
     """Describe the largest models in a table, with the printed sizes below it."""
     node = question.node
