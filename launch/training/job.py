@@ -259,7 +259,7 @@ def worth_compiling(plan: Plan, machine: Machine) -> bool:
         machine.device.own_memory and not machine.bf16,
         plan.zero_stage == 3 and machine.device.asynchronous,
     )
-    return not any(against) and eager_seconds(plan, machine) >= PAYS_FROM
+    return not any(against) and (eager_seconds(plan, machine) or 0) >= PAYS_FROM
 
 
 def has_compiler(machine: Machine) -> bool:
@@ -271,13 +271,15 @@ def has_compiler(machine: Machine) -> bool:
     return has_gpu_compiler()
 
 
-def eager_seconds(plan: Plan, machine: Machine) -> float:
-    """Estimate the seconds that the run computes without torch.compile."""
+def eager_seconds(plan: Plan, machine: Machine) -> float | None:
+    """Estimate the seconds that the run computes without torch.compile; None: no count of its operations."""
     recipe = plan.recipe
     layout = plan.layout
     samples = recipe.sizes.samples(recipe.steps)
     samples -= recipe.sizes.samples(recipe.begins_after)
     operations = cost.operations_of(recipe, samples, plan.padded_vocab)
+    if not operations:
+        return None
     if machine.device.own_memory:
         return operations / (GPU[plan.precision] * layout.world)
     cores = max(1, len(os.sched_getaffinity(0)) // processes.local_world_size())
