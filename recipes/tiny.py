@@ -82,10 +82,12 @@ def _lengths(recipe: Recipe) -> tuple[int | None, int]:
 
 def _model(recipe: Recipe, positions: int | None, length: int) -> Model:
     model = recipe.model
+    sizes: dict[str, Any] = dict(
+        layers=LAYERS, hidden=HIDDEN, heads=HEADS, vocab_size=VOCABULARY
+    )
     if model.config:
         from recipes.transformers_config import shrunk
 
-        sizes = dict(layers=LAYERS, hidden=HIDDEN, heads=HEADS, vocab_size=VOCABULARY)
         sizes["positions"] = positions or length
         values = {**sizes, "config": shrunk(model.config, sizes)}
         return model.model_copy(update=values)
@@ -96,10 +98,7 @@ def _model(recipe: Recipe, positions: int | None, length: int) -> Model:
         columns = max(1, columns * window // model.attention_window)
         patterns = min(patterns, window // columns)
     return Model(
-        layers=LAYERS,
-        hidden=HIDDEN,
-        heads=HEADS,
-        vocab_size=VOCABULARY,
+        **sizes,
         attention=_pattern(model.attention),
         attention_window=window,
         attention_columns=columns,

@@ -141,34 +141,33 @@ def plan_job(
     else:
         plan = resolve(recipe, config, processes.world_size(), machine)
     check_flat_tensors(plan, machine.device)
+    notices = [*plan.notices]
     # ours are judged by a test: a plan waits for no torch
     if not elsewhere or find(config).parent != FOLDER:
         check_by_deepspeed(plan, config)
     if not elsewhere and versions.is_newer_than_seen():
         newer = f"DeepSpeed {versions.installed()}: newer than {versions.SEEN[-1]}, the newest seen to agree"
-        plan = replace(plan, notices=(*plan.notices, Notice("deepspeed", newer)))
+        notices.append(Notice("deepspeed", newer))
     if compiled and recipe.model.implementation == "transformers":
         raise ValueError(
             "--compile with model.implementation=transformers: transformers' modules run uncompiled, as those "
             "of the rows' sources did; leave --compile out"
         )
     if initial_weights is not None:
-        plan = replace(plan, notices=(*plan.notices, *initial_weights.check(recipe)))
-    data = recipe.data
-    if recipe.task is not None:
-        return plan
-    own = any(origin.source not in ("packaged", "hub") for origin in data.origins)
-    if own or data.tokenizer.kind in ("file", "store"):
-        from data.corpus import check_sources  # with transformers
+        notices += initial_weights.check(recipe)
+    if recipe.task is None:
+        data = recipe.data
+        own = any(origin.source not in ("packaged", "hub") for origin in data.origins)
+        if own or data.tokenizer.kind in ("file", "store"):
+            from data.corpus import check_sources  # with transformers
 
-        say = terminal.say if processes.rank() == 0 else quiet
-        for text in check_sources(recipe, say):
-            said = Notice("data", f"data: {text}")
-            plan = replace(plan, notices=(*plan.notices, said))
-    else:
-        for origin in data.origins:
-            open_source(origin)
-    return plan
+            say = terminal.say if processes.rank() == 0 else quiet
+            for text in check_sources(recipe, say):
+                notices.append(Notice("data", f"data: {text}"))
+        else:
+            for origin in data.origins:
+                open_source(origin)
+    return replace(plan, notices=tuple(notices))
 
 
 def check_flat_tensors(plan: Plan, device: Device) -> None:
