@@ -72,6 +72,20 @@ def attention(
     return _Blocks.apply(q, k, v, mask, rows, causal, dropout_p)  # type: ignore[no-any-return]
 
 
+def self_attention(
+    qkv: Tensor, *, causal: bool, mask: Tensor | None = None, dropout_p: float = 0.0
+) -> Tensor:
+    """Return `attention` of qkv (B, S, N, 3, D) as (B, S, N, D)."""
+    q, k, v = heads_first(qkv)
+    out = attention(q, k, v, causal=causal, mask=mask, dropout_p=dropout_p)
+    return out.transpose(1, 2)
+
+
+def heads_first(qkv: Tensor) -> tuple[Tensor, ...]:
+    """(B, S, N, 3, D) -> three (B, N, S, D)."""
+    return qkv.permute(3, 0, 2, 1, 4).unbind(0)
+
+
 # Opaque to torch.compile, whose own generator would draw other numbers than an eager run.
 @torch.library.custom_op("megarecipes::dropout_rows", mutates_args=())
 def dropout_rows(q: Tensor) -> Tensor:

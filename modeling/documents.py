@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from modeling.attention import attention
+from modeling.attention import heads_first, self_attention
 from modeling.parallel.collectives import own_positions
 from modeling.parallel.process_grid import Group
 from modeling.unpadding import PackedRow, has_varlen, varlen_attention
@@ -76,8 +76,7 @@ def attention_within_documents(
 ) -> Tensor:
     """Attend to the earlier tokens of a token's document, (B, S, N, 3, D) -> (B, S, N, D)."""
     if row is None:
-        q, k, v = qkv.permute(3, 0, 2, 1, 4).unbind(0)  # each (B, N, S, D)
-        return attention(q, k, v, causal=True, dropout_p=dropout).transpose(1, 2)
+        return self_attention(qkv, causal=True, dropout_p=dropout)
     tokens = qkv.flatten(0, 1)
     if dropout == 0 and qkv.device.type == "cpu":
         out, _ = attention_of_documents(tokens, row.offsets)
@@ -95,11 +94,9 @@ def one_by_one(qkv: Tensor, offsets: Tensor, dropout: float) -> Tensor:
 
     `offsets`: on the host.
     """
-    outs = []
+    outs: list[Tensor] = []
     for document in qkv.split(offsets.diff().tolist()):
-        q, k, v = _heads_first(document)
-        out = attention(q, k, v, causal=True, dropout_p=dropout)
-        outs.append(_tokens_first(out))
+        outs += self_attention(document[None], causal=True, dropout_p=dropout)
     return torch.cat(outs)
 
 
@@ -114,7 +111,7 @@ def attention_of_documents(qkv: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor
     out = qkv.new_empty(T, N, D)
     sums = qkv.new_empty(T, N, dtype=_sum_type(qkv))
     for document in _slices(offsets):
-        q, k, v = _heads_first(qkv[document])
+        q, k, v = heads_first(qkv[None, document])
         of_document, logsumexp = _flash(q, k, v, 0.0, True)
         out[document] = _tokens_first(of_document)
         sums[document] = logsumexp[0].T
@@ -130,7 +127,7 @@ def _backward(
     """Return the gradient of qkv from the output's `gradient` (T, N, D)."""
     of_qkv = torch.empty_like(qkv)
     for document in _slices(offsets):
-        q, k, v = _heads_first(qkv[document])
+        q, k, v = heads_first(qkv[None, document])
         upper = gradient[document].transpose(0, 1)[None]
         of_document = out[document].transpose(0, 1)[None]
         logsumexp = sums[document].T[None]
@@ -171,11 +168,6 @@ def _sum_type(qkv: Tensor) -> torch.dtype:
 
 def _slices(offsets: Tensor) -> list[slice]:
     return list(itertools.starmap(slice, itertools.pairwise(offsets.tolist())))
-
-
-def _heads_first(qkv: Tensor) -> tuple[Tensor, ...]:
-    """(L, N, 3, D) -> three (1, N, L, D)."""
-    return qkv[None].permute(3, 0, 2, 1, 4).unbind(0)
 
 
 def _tokens_first(x: Tensor) -> Tensor:

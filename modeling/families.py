@@ -11,8 +11,6 @@ from torch.nn import Parameter
 
 from modeling.initialization import Init, canonical_name
 from modeling.layer_list import Family, ModelShape, Stack
-from modeling.parallel.layers import group_size
-from modeling.parallel.process_grid import Group
 from recipes.layout import padded_vocab
 from recipes.schema import Model, Recipe
 
@@ -89,9 +87,7 @@ def drawn_parameters(
         config = by_config.config(model, recipe.positions, tokenizer=tokenizer)
         drawn = auto_model.drawn(model, config, recipe.seed)
         return dict(drawn.named_parameters())
-    init = Init(recipe.seed, recipe.init_std, model.layers, **how)
-    shape = model_shape(recipe, model.vocab_size)
-    made = family_of(model).plain(shape, group=None, init=init)
+    made = _plain(recipe, model.vocab_size, **how)
     return {canonical_name(parameter): parameter for parameter in made.parameters()}
 
 
@@ -115,21 +111,15 @@ def _with_model(recipe: Recipe, **changed: int) -> Recipe:
     return recipe.model_copy(update={"model": model})
 
 
-def whole_model(
-    recipe: Recipe,
-    weights: Mapping[str, torch.Tensor],
-    group: Group = None,
-    dtype: torch.dtype = torch.float32,
-) -> Stack:
-    """Build the model from canonical weights, in evaluation mode, in one process or cut over `group`.
+def whole_model(recipe: Recipe, weights: Mapping[str, torch.Tensor]) -> Stack:
+    """Build the model from canonical weights, in evaluation mode, in one process, on the CPU."""
+    rows = padded_vocab(recipe.model.vocab_size, 1)
+    return _plain(recipe, rows, given=weights).eval()
 
-    Every rank reads one tensor after the other and keeps its slice, on the CPU.
-    """
-    init = Init(
-        recipe.seed, recipe.init_std, recipe.model.layers, given=weights, dtype=dtype
-    )
-    shape = model_shape(
-        recipe, padded_vocab(recipe.model.vocab_size, group_size(group))
-    )
-    shape = replace(shape, sequence_parallel=False)
-    return family_of(recipe.model).plain(shape, group=group, init=init).eval()
+
+def _plain(recipe: Recipe, rows: int, **how: Any) -> Stack:
+    """Build the model in one process; `rows`: of the embedding, `how`: of `Init`."""
+    model = recipe.model
+    init = Init(recipe.seed, recipe.init_std, model.layers, **how)
+    shape = replace(model_shape(recipe, rows), sequence_parallel=False)
+    return family_of(model).plain(shape, group=None, init=init)

@@ -112,10 +112,8 @@ def in_transformers(
         config = conversion.config(model, recipe.positions, tokenizer=tokenizer)
         made = conversion.model_class(model)(config)
     state: dict[str, Tensor] = {}
-    for ours, theirs, form in conversion.name_map(model):
-        parts = form.to_theirs(weights[ours], model.heads)
-        for name, part in zip(theirs, parts, strict=True):
-            state[name] = part.to(dtype).contiguous()
+    for _, name, part in conversion.converted(weights, model):
+        state[name] = part.to(dtype).contiguous()
     # either name may be the one that transformers ties the other to
     for copy, name in conversion.tied.items():
         state[copy] = state[name]

@@ -241,10 +241,7 @@ class Stack(nn.Module):
             return self.loss(*outputs, *tensors[self.inputs :], self.group)
         if self.group is not None:
             return outcome
-        return first(self._of_tokens, outcome)
-
-    def _of_tokens(self, logits: Tensor) -> Tensor:
-        return logits[..., : self.shape.vocab]
+        return first(lambda logits: logits[..., : self.shape.vocab], outcome)
 
     def run(self, stream: Stream) -> Stream:
         """Run every layer in turn."""

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from modeling.attention import attention
+from modeling.attention import heads_first, self_attention
 from modeling.hidden_dropout import HiddenDropout, mixed
 from modeling.initialization import Init, Shard
 from modeling.parallel.collectives import in_sample_order, with_summed_gradients
@@ -181,11 +181,11 @@ class Attention(nn.Module):
         if self.of_samples is not None:
             # chosen at run time: Any
             return self.of_samples(qkv, lengths, p)  # type: ignore[no-any-return]
-        q, k, v = qkv.permute(3, 0, 2, 1, 4).unbind(0)  # each (B, N, S, D)
         if self.sparse is None:
-            out = attention(q, k, v, causal=True, mask=None, dropout_p=p)
-        else:
-            out = self.sparse(q, k, v, self.window, p, mask=self.block_mask)
+            return self_attention(qkv, causal=True, dropout_p=p)
+        out: Tensor = self.sparse(
+            *heads_first(qkv), self.window, p, mask=self.block_mask
+        )
         return out.transpose(1, 2)
 
 

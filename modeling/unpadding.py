@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from modeling.attention import attention
+from modeling.attention import self_attention
 
 MOST_WEIGHTS = 2**21  # attention weights computed at once: few enough for a cache
 # matrix units want it, and few different sizes keep torch's memory in one piece
@@ -92,11 +92,8 @@ def attention_within_samples(
     """
     if isinstance(lengths, PackedRow):
         return unpadded_attention(qkv[0], lengths, dropout)[None]
-    q, k, v = qkv.permute(3, 0, 2, 1, 4).unbind(0)  # each (B, N, S, D)
-    mask = None if lengths is None else padding_mask(lengths, q.shape[2])
-    return attention(q, k, v, causal=False, mask=mask, dropout_p=dropout).transpose(
-        1, 2
-    )
+    mask = None if lengths is None else padding_mask(lengths, qkv.shape[1])
+    return self_attention(qkv, causal=False, mask=mask, dropout_p=dropout)
 
 
 def unpadded_attention(qkv: Tensor, row: PackedRow, dropout: float = 0.0) -> Tensor:
@@ -150,13 +147,11 @@ def _padded_attention(qkv: Tensor, row: PackedRow, dropout: float) -> Tensor:
     )
     at = sample * row.longest + row.places[0]
     padded = qkv.new_zeros(samples * row.longest, N, 3, D).index_put((at,), qkv)
-    q, k, v = (
-        padded.view(samples, row.longest, N, 3, D).permute(3, 0, 2, 1, 4).unbind(0)
-    )
+    padded = padded.view(samples, row.longest, N, 3, D)
     lengths = row.offsets.diff().clamp(1, row.longest)
     mask = padding_mask(lengths, row.longest)
-    out = attention(q, k, v, causal=False, mask=mask, dropout_p=dropout)
-    return out.transpose(1, 2).reshape(-1, N, D)[at]
+    out = self_attention(padded, causal=False, mask=mask, dropout_p=dropout)
+    return out.reshape(-1, N, D)[at]
 
 
 def padding_mask(lengths: Tensor, positions: int) -> Tensor:

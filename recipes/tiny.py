@@ -10,7 +10,6 @@ from __future__ import annotations
 from itertools import chain, groupby
 from typing import Any
 
-from recipes.families import AttentionKind
 from recipes.schema import Batch, Data, Model, Recipe, Schedule, Tokenizer
 
 LAYERS = 4
@@ -82,10 +81,12 @@ def _lengths(recipe: Recipe) -> tuple[int | None, int]:
 
 def _model(recipe: Recipe, positions: int | None, length: int) -> Model:
     model = recipe.model
+    sizes: dict[str, Any] = dict(
+        layers=LAYERS, hidden=HIDDEN, heads=HEADS, vocab_size=VOCABULARY
+    )
     if model.config:
         from recipes.transformers_config import shrunk
 
-        sizes = dict(layers=LAYERS, hidden=HIDDEN, heads=HEADS, vocab_size=VOCABULARY)
         sizes["positions"] = positions or length
         values = {**sizes, "config": shrunk(model.config, sizes)}
         return model.model_copy(update=values)
@@ -95,12 +96,13 @@ def _model(recipe: Recipe, positions: int | None, length: int) -> Model:
     if window and columns and model.attention_window:
         columns = max(1, columns * window // model.attention_window)
         patterns = min(patterns, window // columns)
+    # as many kinds of layers in the same order: the longest run gets shorter first
+    runs = [list(run) for _, run in groupby(model.attention)]
+    for _ in model.attention[LAYERS:]:
+        del max(runs, key=len)[1:2]
     return Model(
-        layers=LAYERS,
-        hidden=HIDDEN,
-        heads=HEADS,
-        vocab_size=VOCABULARY,
-        attention=_pattern(model.attention),
+        **sizes,
+        attention=tuple(chain.from_iterable(runs))[:LAYERS],
         attention_window=window,
         attention_columns=columns,
         attention_patterns=patterns,
@@ -110,15 +112,6 @@ def _model(recipe: Recipe, positions: int | None, length: int) -> Model:
             include={"family", "layer_norm", "sentence_head", "implementation"}
         ),
     )
-
-
-def _pattern(kinds: tuple[AttentionKind, ...]) -> tuple[AttentionKind, ...]:
-    """Shorten a pattern to LAYERS kinds of layers in the same order; the longest run gets shorter first."""
-    runs = [list(run) for _, run in groupby(kinds)]
-    for _ in range(len(kinds) - LAYERS):
-        longest = max(runs, key=len)
-        del longest[1:2]
-    return tuple(chain.from_iterable(runs))[:LAYERS]
 
 
 def _window(window: int | None, length: int, shrunk: int) -> int | None:

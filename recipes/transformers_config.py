@@ -80,7 +80,7 @@ def _derived(config: Mapping[str, Any]) -> dict[str, Any]:
     return derived
 
 
-def shrunk(config: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
+def shrunk(config: Mapping[str, Any], sizes: Mapping[str, int]) -> TransformersConfig:
     """Return the config of a small model with these sizes, by the keys of a recipe's model.
 
     What is as wide as the model gets its new width, an MLP as many times, and heads of keys their share.
@@ -90,7 +90,7 @@ def shrunk(config: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any
     heads = config[names["heads"]]
     wide = sizes["hidden"]
     few = sizes["heads"]
-    small = dict(config)
+    small = TransformersConfig(config)
     for key, value in config.items():
         if type(value) is not int or key == names["positions"]:
             continue
@@ -102,4 +102,6 @@ def shrunk(config: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any
             small[key] = value * wide // hidden
     if config.get("layer_types"):
         small["layer_types"] = config["layer_types"][: sizes["layers"]]
-    return small | {names[size]: number for size, number in sizes.items()}
+    for size, number in sizes.items():
+        small[names[size]] = number
+    return small

@@ -58,7 +58,12 @@ def _override(
                 problems += [replace(each, fix=fix) for each in error.problems]
             continue
         problems.append(Problem(dotted, came, rule, fix, where=where))
-    _blend_instead(values, keys)
+    data = values.get("data")
+    if ("data", "blend") in keys and isinstance(data, dict) and data.get("blend"):
+        # in place of the recipe's own source; keys set next to the blend stay
+        for field in Origin.model_fields:
+            if ("data", field) not in keys:
+                data.pop(field, None)
     return keys, problems
 
 
@@ -69,15 +74,6 @@ def _value(path: KeyPath, written: str, where: str) -> Any:
     if is_text(path) and not empty and plain[0] not in "'\"":
         return plain
     return parse(written, where).value
-
-
-def _blend_instead(values: dict[str, Any], keys: set[KeyPath]) -> None:
-    """Remove the recipe's own source if a blend is set; keys set next to the blend stay."""
-    data = values.get("data")
-    if ("data", "blend") in keys and isinstance(data, dict) and data.get("blend"):
-        for field in Origin.model_fields:
-            if ("data", field) not in keys:
-                data.pop(field, None)
 
 
 def _put(values: dict[str, Any], path: Sequence[str], value: Any) -> None:

@@ -121,7 +121,7 @@ MISTAKES = (
             "if restarts and row is not None:", "if restarts and row is None:",
             MODELING + "documents.py::test_a_document_has_the_losses_and_gradients_of_itself_alone"),
     Mistake("no dropout within documents", "modeling/documents.py",
-            "causal=True, dropout_p=dropout)\n        outs", "causal=True, dropout_p=0.0)\n        outs",
+            "document[None], causal=True, dropout_p=dropout", "document[None], causal=True, dropout_p=0.0",
             MODELING + "documents.py::test_dropout_on_attention_weights_drops_some_within_documents"),
     Mistake("scores of later tokens in gradients", "modeling/documents.py",
             "of_document, logsumexp, 0.0, True)", "of_document, logsumexp, 0.0, False)",

@@ -141,34 +141,33 @@ def plan_job(
     else:
         plan = resolve(recipe, config, processes.world_size(), machine)
     check_flat_tensors(plan, machine.device)
+    notices = [*plan.notices]
     # ours are judged by a test: a plan waits for no torch
     if not elsewhere or find(config).parent != FOLDER:
         check_by_deepspeed(plan, config)
     if not elsewhere and versions.is_newer_than_seen():
         newer = f"DeepSpeed {versions.installed()}: newer than {versions.SEEN[-1]}, the newest seen to agree"
-        plan = replace(plan, notices=(*plan.notices, Notice("deepspeed", newer)))
+        notices.append(Notice("deepspeed", newer))
     if compiled and recipe.model.implementation == "transformers":
         raise ValueError(
             "--compile with model.implementation=transformers: transformers' modules run uncompiled, as those "
             "of the rows' sources did; leave --compile out"
         )
     if initial_weights is not None:
-        plan = replace(plan, notices=(*plan.notices, *initial_weights.check(recipe)))
-    data = recipe.data
-    if recipe.task is not None:
-        return plan
-    own = any(origin.source not in ("packaged", "hub") for origin in data.origins)
-    if own or data.tokenizer.kind in ("file", "store"):
-        from data.corpus import check_sources  # with transformers
+        notices += initial_weights.check(recipe)
+    if recipe.task is None:
+        data = recipe.data
+        own = any(origin.source not in ("packaged", "hub") for origin in data.origins)
+        if own or data.tokenizer.kind in ("file", "store"):
+            from data.corpus import check_sources  # with transformers
 
-        say = terminal.say if processes.rank() == 0 else quiet
-        for text in check_sources(recipe, say):
-            said = Notice("data", f"data: {text}")
-            plan = replace(plan, notices=(*plan.notices, said))
-    else:
-        for origin in data.origins:
-            open_source(origin)
-    return plan
+            say = terminal.say if processes.rank() == 0 else quiet
+            for text in check_sources(recipe, say):
+                notices.append(Notice("data", f"data: {text}"))
+        else:
+            for origin in data.origins:
+                open_source(origin)
+    return replace(plan, notices=tuple(notices))
 
 
 def check_flat_tensors(plan: Plan, device: Device) -> None:
@@ -259,7 +258,7 @@ def worth_compiling(plan: Plan, machine: Machine) -> bool:
         machine.device.own_memory and not machine.bf16,
         plan.zero_stage == 3 and machine.device.asynchronous,
     )
-    return not any(against) and eager_seconds(plan, machine) >= PAYS_FROM
+    return not any(against) and (eager_seconds(plan, machine) or 0) >= PAYS_FROM
 
 
 def has_compiler(machine: Machine) -> bool:
@@ -271,13 +270,15 @@ def has_compiler(machine: Machine) -> bool:
     return has_gpu_compiler()
 
 
-def eager_seconds(plan: Plan, machine: Machine) -> float:
-    """Estimate the seconds that the run computes without torch.compile."""
+def eager_seconds(plan: Plan, machine: Machine) -> float | None:
+    """Estimate the seconds that the run computes without torch.compile; None: no count of its operations."""
     recipe = plan.recipe
     layout = plan.layout
     samples = recipe.sizes.samples(recipe.steps)
     samples -= recipe.sizes.samples(recipe.begins_after)
     operations = cost.operations_of(recipe, samples, plan.padded_vocab)
+    if not operations:
+        return None
     if machine.device.own_memory:
         return operations / (GPU[plan.precision] * layout.world)
     cores = max(1, len(os.sched_getaffinity(0)) // processes.local_world_size())

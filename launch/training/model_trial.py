@@ -15,7 +15,7 @@ from ds_configs.findings import Notice
 from modeling.formats.huggingface import auto_model
 from recipes.problems import Problem, ProblemsError, some
 from recipes.schema import Recipe
-from recipes.transformers_config import KEY, TransformersConfig, shrunk
+from recipes.transformers_config import KEY, shrunk
 
 MOST_LAYERS = 4
 HEADS = 2
@@ -70,7 +70,7 @@ def _made(recipe: Recipe) -> tuple[dict[str, Any], Any]:
     few = {
         key: number and min(number, VOCABULARY - 1) for key, number in tokens.items()
     }
-    changed = {**sizes, "config": TransformersConfig(shrunk(config, sizes))}
+    changed = {**sizes, "config": shrunk(config, sizes)}
     little = model.model_copy(update=changed)
     return config, auto_model.drawn(little, auto_model.config_of(little, few), 0)
 

@@ -11,13 +11,14 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 from transformers.integrations import deepspeed as hf_deepspeed
 
 from launch.ranks import processes
 from launch.training.job import InitialWeights
 from modeling import gpt2
+from modeling.families import conversion_of, drawn_parameters
 from modeling.formats.huggingface import auto_model
 from modeling.formats.huggingface.conversion import SAME, Form
 from modeling.formats.huggingface.gpt2 import CONVERSION
@@ -46,7 +47,7 @@ def build(
     initial_weights: InitialWeights | None = None,
     *,
     drawn: bool = True,
-    numbers: Mapping[str, int | None] | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> PreTrainedModel:
     """Build the recipe's model; under ZeRO-3 partitioned at once, as in Trainer's script.
 
@@ -55,14 +56,12 @@ def build(
     `TrainingArguments`: make them before, and keep them.
 
     `initial_weights`: to start from instead of random ones. `drawn` False: no initial weights, since a
-    checkpoint will be read into the model. `numbers`: of `auto_model.special_tokens`, for a model of a config.
+    checkpoint will be read into the model. `tokenizer`: names special tokens.
     """
     model = recipe.model
-    if model.config:
-        config = auto_model.config_of(model, numbers)
-    else:
-        config = CONVERSION.config(model, recipe.positions, recipe.dropout)
-        config.use_cache = False
+    convert = conversion_of(model)
+    config = convert.config(model, recipe.positions, recipe.dropout, tokenizer)
+    config.use_cache = False
     # transformers draws no weights, and gathers none under ZeRO-3: they are filled in.
     with (
         mock.patch.object(hf_deepspeed, "initialize_weights_zero3", lambda model: None),
@@ -72,7 +71,11 @@ def build(
     built.loss_parts = parts_of(model.figures)  # type: ignore[assignment]
     given = initial_weights.read(recipe) if initial_weights and drawn else None
     if model.config:
-        _fill_by_name(built, recipe, config, given, drawn)
+        # under ZeRO-3 the first rank alone draws
+        elsewhere = hf_deepspeed.is_deepspeed_zero3_enabled() and processes.rank()
+        if drawn and given is None and not elsewhere:
+            given = drawn_parameters(recipe, tokenizer)
+        _fill_by_name(built, recipe, given, drawn)
     else:
         init = Init(
             recipe.seed, recipe.init_std, model.layers, given=given, meta=not drawn
@@ -90,18 +93,10 @@ def build(
 def _fill_by_name(
     model: PreTrainedModel,
     recipe: Recipe,
-    config: PreTrainedConfig,
     given: Mapping[str, Tensor] | None,
     drawn: bool,
 ) -> None:
-    """Name the parameters as transformers does, and give them the given weights, or those that it draws.
-
-    Under ZeRO-3 the first rank alone draws, into a model of its own that is not partitioned.
-    """
-    elsewhere = hf_deepspeed.is_deepspeed_zero3_enabled() and processes.rank()
-    if drawn and given is None and not elsewhere:
-        source = auto_model.drawn(recipe.model, config, recipe.seed)
-        given = dict(source.named_parameters())
+    """Name the parameters as transformers does, and give them the given weights, on the first rank at least."""
     for name, parameter in model.named_parameters():
         label(parameter, name, TransformersForm(SAME, recipe.model.heads))
         with deepspeed.zero.GatheredParameters(

@@ -46,7 +46,6 @@ from launch.training.engine import parameter_groups
 from launch.training.micro_batches import training_batches
 from launch.training.run import Callback, Start, TrainingRun, next_batch, run_watchdog
 from launch.training.schedule import LearningRateSchedule
-from modeling.formats.huggingface.auto_model import special_tokens
 from modeling.parallel.cross_entropy import weighted_loss
 from modeling.parallel.layers import seed_step
 from modeling.parallel.process_grid import ProcessGrid
@@ -63,9 +62,9 @@ def train(start: Start) -> EarlyStop | None:
         arguments = training_arguments(plan, str(job.directory))
         drawn = start.checkpoint is None
         given = job.initial_weights
-        numbers = special_tokens(plan.recipe.model, start.corpus.tokenizer)
+        tokenizer = start.corpus.tokenizer
         model = transformers_model.build(
-            plan.recipe, given, drawn=drawn, numbers=numbers
+            plan.recipe, given, drawn=drawn, tokenizer=tokenizer
         )
         batches = training_batches(plan, start.corpus, start.grid, start.checkpoint)
         around.stack.enter_context(contextlib.closing(batches))

@@ -289,13 +289,8 @@ class TransformersWeights(Saved):
     def expected(self, recipe: Recipe) -> Mapping[str, tuple[str, torch.Size]]:
         whole = with_vocabulary(recipe, max(self.rows, recipe.model.vocab_size))
         meta = meta_parameters(whole)
-        model = recipe.model
-        expected = {}
-        for ours, theirs, form in conversion_of(model).name_map(model):
-            parts = form.to_theirs(meta[ours], model.heads)
-            for name, part in zip(theirs, parts, strict=True):
-                expected[name] = ours, part.shape
-        return expected
+        parts = conversion_of(recipe.model).converted(meta, recipe.model)
+        return {name: (ours, part.shape) for ours, name, part in parts}
 
     def words(self, model: Model) -> MessageWords:
         kind = conversion_of(model).class_name(model)

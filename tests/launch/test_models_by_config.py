@@ -8,6 +8,7 @@ import torch
 from configured import MASKED, recipe_of, write_run
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
+from ds_configs.plan import ANY_GPU
 from launch import checkpoint, export_hf, generate, plan, pretrain, score
 from launch.console import ends
 from launch.evaluation import pretrained, scoring
@@ -17,8 +18,10 @@ from launch.planning.prediction import forecast_text, hardware
 from launch.planning.resolved_plans import published_plan
 from launch.records import vocabulary
 from launch.records.directory import RunDirectory
+from launch.training.job import eager_seconds
 from launch.weights.starting_model import StartingModel
 from modeling import cost
+from modeling.formats.huggingface import auto_model
 from recipes import catalog
 from recipes.problems import ProblemsError
 
@@ -61,8 +64,10 @@ def test_an_export_is_a_model_of_transformers_with_its_tokenizer(made, kind):
     config = json.loads((out / "config.json").read_text())
     assert config["model_type"] == kind and config["architectures"] == [type(model).__name__]
     assert config["use_cache"] == (kind not in MASKED)
-    role = "cls_token_id" if kind == "modernbert" else "eos_token_id"
-    assert config[role] == getattr(vocabulary.load(run), role)
+    tokenizer = vocabulary.load(run)
+    for role in auto_model.TOKENS:  # none of a class's defaults, which are of another vocabulary
+        if role in config and (kind, role) != ("llama", "pad_token_id"):
+            assert config[role] == getattr(tokenizer, role), role
 
 
 def typed(monkeypatch, command, *words):
@@ -172,6 +177,8 @@ def test_no_formula_of_gpt_2_is_applied():
     assert exact * 1e12 == pytest.approx(8 * (6 * 64 * weights + 2 * 12 * 64**2 * 32))
     experts = recipe_of("mixtral", num_key_value_heads=2, intermediate_size=64)
     assert cost.tflops(experts, 320, 8, 1.0, 1) == (None, None), "which experts run is not known"
+    assert eager_seconds(published_plan(experts), ANY_GPU) is None
+    assert eager_seconds(published_plan(recipe), ANY_GPU) > 0
 
 
 def test_the_planner_says_that_activations_are_not_counted(monkeypatch, capsys):

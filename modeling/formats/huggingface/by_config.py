@@ -31,15 +31,10 @@ print(fill({prompt})[0]["sequence"])"""
 def conversion_of(model: Model) -> Conversion:
     """Return the conversion of the model to its own class; `tied` has the first name of each copy."""
     bare = auto_model.on_meta(model)
-    named = [*bare.named_parameters(remove_duplicate=False)]
-    first = {id(parameter): name for name, parameter in reversed(named)}
-    tied = {}
-    names = []
-    for name, parameter in named:
-        if first[id(parameter)] == name:
-            names.append(NameEntry(name, (name,)))
-        else:
-            tied[name] = first[id(parameter)]
+    first = {parameter: name for name, parameter in bare.named_parameters()}
+    names = [NameEntry(name, (name,)) for name in first.values()]
+    every = bare.named_parameters(remove_duplicate=False)
+    tied = {name: first[each] for name, each in every if name != first[each]}
     usage = MASKED_USAGE if model.facts.masked else CAUSAL_USAGE
     return Conversion(
         lambda model: type(bare).__name__,

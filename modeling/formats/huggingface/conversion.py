@@ -98,12 +98,17 @@ class Conversion:
     def to_transformers(self, ours: Tensors, model: Model) -> dict[str, Tensor]:
         """Turn canonical weights into the state dict of `model_class`, without tied copies."""
         check_convertible(model)
-        converted = {}
+        parts = self.converted(ours, model)
+        return {name: part.contiguous() for _, name, part in parts}
+
+    def converted(
+        self, ours: Tensors, model: Model
+    ) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield (our name, their name, their tensor); canonical weights are read one after the other."""
         for mine, theirs, form in self.name_map(model):
             parts = form.to_theirs(ours[mine], model.heads)
             for name, part in zip(theirs, parts, strict=True):
-                converted[name] = part.contiguous()
-        return converted
+                yield mine, name, part
 
     def select(self, theirs: Mapping[str, Any]) -> Selection:
         """Select the tensors of a state dict, which may hold either name of a tied tensor, or both."""

@@ -7,25 +7,18 @@ from functools import lru_cache
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from modeling.formats.huggingface import auto_model
 from recipes.schema import Model
 
 
-def unmade(model: Model) -> PreTrainedModel:
-    """Build the model in fake tensors, whole under every ZeRO stage, with attention in plain products."""
-    config = auto_model.config_of(model)
-    config._attn_implementation = config._experts_implementation = "eager"
-    with FakeTensorMode(), no_init_weights(), auto_model.whole():
-        return auto_model.from_config(model, config)
-
-
 @lru_cache(maxsize=64)
 def parameters(model: Model) -> int:
     """Count the parameters, tied ones once."""
-    return sum(parameter.numel() for parameter in unmade(model).parameters())
+    return sum(
+        parameter.numel() for parameter in auto_model.on_meta(model).parameters()
+    )
 
 
 @lru_cache(maxsize=64)
@@ -36,12 +29,16 @@ def operations(model: Model, length: int, *, again: bool) -> int:
     `again`: the layers' forward runs again in the backward pass. Returns 0 for a model whose products depend
     on its numbers, as the choice of experts does: they cannot be counted.
     """
-    built = unmade(model).train()
+    config = auto_model.config_of(model)
+    # attention and experts in plain products
+    config._attn_implementation = config._experts_implementation = "eager"
+    with FakeTensorMode() as fake, no_init_weights(), auto_model.whole():
+        built = auto_model.from_config(model, config).train()
     if again:
         built.gradient_checkpointing_enable({"use_reentrant": False})
     counter = FlopCounterMode(display=False)
     try:
-        with next(built.parameters()).fake_mode, counter:
+        with fake, counter:
             tokens = torch.zeros(1, length, dtype=torch.long)
             mask = torch.ones_like(tokens)
             built(input_ids=tokens, attention_mask=mask).logits.sum().backward()
