@@ -6,11 +6,11 @@ DeepSpeed's defaults for what such a JSON leaves out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ds_configs.findings import Config, Notice, lookup, plain, stated
+from ds_configs.findings import Notice, lookup, plain, stated
 from ds_configs.plan import Plan
 from recipes.key_paths import flatten
 from recipes.layout import share_batch
@@ -84,7 +84,7 @@ class Stated:
     left_open: bool = False
 
 
-def numbers(config: Config, recipe: Recipe) -> Iterator[Stated]:
+def numbers(config: Mapping[str, Any], recipe: Recipe) -> Iterator[Stated]:
     """Yield what a checked JSON states of optimizer, clipping and schedule, and what follows by default.
 
     `recipe`: gives the rate of which an "auto" leaves shares.
@@ -96,7 +96,7 @@ def numbers(config: Config, recipe: Recipe) -> Iterator[Stated]:
             yield each
 
 
-def _numbers(config: Config, recipe: Recipe) -> Iterator[Stated]:
+def _numbers(config: Mapping[str, Any], recipe: Recipe) -> Iterator[Stated]:
     """Yield `numbers`, and those that the JSON leaves to the recipe."""
     kind = stated(config, "optimizer.type")
     name = TYPES.get(str(kind).lower())
@@ -139,7 +139,7 @@ def _unscheduled(recipe: Recipe, constant: bool) -> Iterator[Stated]:
         yield Stated(key, value, "scheduler", by_default=True)
 
 
-def _clipping(config: Config, recipe: Recipe, name: str | None) -> Stated:
+def _clipping(config: Mapping[str, Any], recipe: Recipe, name: str | None) -> Stated:
     """Return the clipping; `name`: the JSON's optimizer."""
     source = "gradient_clipping"
     clip = lookup(config, source)
@@ -150,13 +150,15 @@ def _clipping(config: Config, recipe: Recipe, name: str | None) -> Stated:
     return Stated("optimizer.clip", clip, source)
 
 
-def is_open(config: Config) -> bool:
+def is_open(config: Mapping[str, Any]) -> bool:
     """Check if the section `scheduler` states a type alone: all its numbers are "auto"."""
     params = lookup(config, _SCHEDULE) or {}
     return bool(params) and all(value == "auto" for value in params.values())
 
 
-def _schedule(config: Config, recipe: Recipe, peak: float) -> Iterator[Stated]:
+def _schedule(
+    config: Mapping[str, Any], recipe: Recipe, peak: float
+) -> Iterator[Stated]:
     """Yield the schedule of the section `scheduler`; `peak`: the rate."""
     kind = stated(config, "scheduler.type")
     if kind not in SCHEDULES:
@@ -202,7 +204,9 @@ def lowest_rate(recipe: Recipe, peak: float) -> float:
     )
 
 
-def follow(config: Config, recipe: Recipe, world: int | None) -> list[Stated]:
+def follow(
+    config: Mapping[str, Any], recipe: Recipe, world: int | None
+) -> list[Stated]:
     """Return all that a recipe takes from a checked JSON.
 
     Args:
@@ -232,31 +236,27 @@ def follow(config: Config, recipe: Recipe, world: int | None) -> list[Stated]:
     return [*found, *_batch(config, recipe, world)]
 
 
-def _batch(config: Config, recipe: Recipe, world: int | None) -> Iterator[Stated]:
+def _batch(
+    config: Mapping[str, Any], recipe: Recipe, world: int | None
+) -> Iterator[Stated]:
     """Yield the batch as DeepSpeed completes it: without accumulation it is 1, or what the others leave."""
     micro, accumulation, total = (stated(config, key) for key in BATCH)
     if micro is None and accumulation is None and total is None:
         return
-    batch = recipe.batch
-    tp = degree(config, "tensor", recipe.parallel.tp)
-    pp = degree(config, "pipeline", recipe.parallel.pp)
-    if world is not None:
-        dp = max(1, world // (tp * pp))
-    else:
+    dp = _data_parallel(config, recipe, world)
+    if dp is None:
         dp = recipe.parallel.dp or 1
         if micro and accumulation and total and total % (micro * accumulation) == 0:
             dp = total // (micro * accumulation)
             yield Stated("parallel.dp", dp, "train_batch_size")
     alone = micro is None and total is None
     if alone:
-        # as the recipe has it on so many ranks
-        shares = share_batch(batch.micro, batch.accumulation, batch.global_, dp, pp)
-        micro = batch.micro if isinstance(shares, Problem) else shares[0]
+        micro = _micro_batch(config, recipe, dp)
     left_open = "auto" in (
         lookup(config, "train_batch_size"),
         lookup(config, "gradient_accumulation_steps"),
     )
-    fits = micro is not None and batch.global_ % (micro * dp) == 0
+    fits = micro is not None and recipe.batch.global_ % (micro * dp) == 0
     if micro and total is None and (accumulation or not (left_open and fits)):
         source = "gradient_accumulation_steps"
         source = source if alone else "train_micro_batch_size_per_gpu"
@@ -276,14 +276,43 @@ def _batch(config: Config, recipe: Recipe, world: int | None) -> Iterator[Stated
         yield Stated(key, values[key], source, absent, of_recipe)
 
 
-def degree(config: Config, theirs: str, own: int | None) -> int:
+def _micro_batch(config: Mapping[str, Any], recipe: Recipe, dp: int) -> int | None:
+    """Return the micro-batch that the recipe has on `dp` data-parallel ranks, for an accumulation alone."""
+    shares = share_batch(
+        recipe.batch.micro,
+        recipe.batch.accumulation,
+        recipe.batch.global_,
+        dp,
+        degree(config, "pipeline", recipe.parallel.pp),
+    )
+    if isinstance(shares, Problem):
+        return recipe.batch.micro
+    return shares[0]
+
+
+def _data_parallel(
+    config: Mapping[str, Any], recipe: Recipe, world: int | None
+) -> int | None:
+    """Return the data-parallel ranks of `world` processes; None: any number may be started."""
+    tp = degree(config, "tensor", recipe.parallel.tp)
+    pp = degree(config, "pipeline", recipe.parallel.pp)
+    if world is None:
+        return None
+    return max(1, world // (tp * pp))
+
+
+def degree(config: Mapping[str, Any], theirs: str, own: int | None) -> int:
     """Return a degree of parallelism: the recipe's `own`, else the JSON's."""
     written = stated(config, f"parallel.{theirs}")
     return own or written or stated(config, f"parallel.default_{theirs}") or 1
 
 
 def notices(
-    taken: Sequence[Stated], before: Recipe, plan: Plan, where: str, written: Config
+    taken: Sequence[Stated],
+    before: Recipe,
+    plan: Plan,
+    where: str,
+    written: Mapping[str, Any],
 ) -> Iterator[Notice]:
     """Yield notices of all values of a JSON, but those with a notice in the plan.
 

@@ -10,13 +10,13 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
-from ds_configs.findings import FOLDER, Config, Findings, lookup, shown
+from ds_configs.findings import FOLDER, Findings, lookup, shown
 from recipes.problems import did_you_mean, nearest
 
 _MOST = 2**63 - 1  # DeepSpeed puts numbers of elements into 64-bit integers
@@ -124,7 +124,7 @@ def _is_within(words: re.Match[str], value: Any) -> bool:
     return number and least <= value <= most and not (step and value % step)
 
 
-def _kinds(table: Config) -> dict[str, dict[str, Kind]]:
+def _kinds(table: Mapping[str, Any]) -> dict[str, dict[str, Kind]]:
     """Make the kinds by section and key."""
     keys: dict[str, dict[str, Kind]] = {}
     for section, kinds in table["keys"].items():
@@ -162,7 +162,7 @@ def check(findings: Findings) -> None:
     findings.config = _usable("", config, findings)
 
 
-def unread(config: Config) -> list[str]:
+def unread(config: Mapping[str, Any]) -> list[str]:
     """List the sections of a JSON that pass on to DeepSpeed unchecked."""
     sections = [
         _join(name, key)
@@ -177,7 +177,9 @@ def _join(section: str, key: str) -> str:
     return f"{section}.{key}" if section else key
 
 
-def _usable(name: str, section: Config, findings: Findings) -> dict[str, Any]:
+def _usable(
+    name: str, section: Mapping[str, Any], findings: Findings
+) -> dict[str, Any]:
     known = KEYS[name]
     usable: dict[str, Any] = {}
     for key, value in _renamed(name, section, findings):
@@ -209,7 +211,10 @@ def _unknown(name: str, key: str, value: Any, findings: Findings) -> None:
     """Refuse a key at which DeepSpeed fails, or which looks misspelt; notice one without effect."""
     dotted = _join(name, key)
     known = KEYS[name]
-    homes = [each for each in KEYS if key in KEYS[each] or _join(each, key) in RENAMED]
+    homes = []
+    for each in KEYS:
+        if key in KEYS[each] or _join(each, key) in RENAMED:
+            homes.append(each)
     if dotted in IDLE:
         if value != "auto" and not _is_off(value):
             findings.notice(dotted, f"without effect: {IDLE[dotted]}")
@@ -232,7 +237,7 @@ def _unknown(name: str, key: str, value: Any, findings: Findings) -> None:
 
 
 def _renamed(
-    name: str, section: Config, findings: Findings
+    name: str, section: Mapping[str, Any], findings: Findings
 ) -> Iterator[tuple[str, Any]]:
     """Yield the keys of a section by the names that they have here, and their values."""
     for key, value in section.items():

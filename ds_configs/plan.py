@@ -105,6 +105,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
 
 def plan_facts(plan: Plan) -> dict[str, Any]:
     """Return the plan as plain data, without the recipe and the DeepSpeed configuration."""
-    values = plan_to_json(plan)
-    del values["recipe"], values["ds"]
+    values: dict[str, Any] = FORM.dump_python(
+        plan, mode="json", by_alias=True, exclude={"recipe", "ds"}
+    )
     return values

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from ds_configs.findings import Disagreement, Findings
@@ -43,7 +42,7 @@ def layout(
         max(1, world // (tp.value * pp.value)) if world else recipe.parallel.dp or 1
     )
     agreed = _check_batch(recipe, least_dp, pp.value, findings)
-    findings.problems += _check_model(recipe, tp, pp, stage, findings.where)
+    _check_model(recipe, tp, pp, stage, findings)
     if recipe.parallel.sequence:
         _check_sequence(recipe, tp, findings)
     if world is None:
@@ -109,10 +108,11 @@ def _degree(name: str, recipe: Recipe, findings: Findings) -> _Degree | None:
 
 
 def _check_model(
-    recipe: Recipe, tp: _Degree, pp: _Degree, stage: int | None, where: str
-) -> Iterator[Problem]:
+    recipe: Recipe, tp: _Degree, pp: _Degree, stage: int | None, findings: Findings
+) -> None:
     heads = recipe.model.heads
     layers = recipe.model.layers
+    problems = findings.problems
     for degree in (tp, pp):
         if recipe.model.implementation == "transformers" and degree.value > 1:
             came: Text = (
@@ -125,43 +125,56 @@ def _check_model(
                 fix += ", or --set model.implementation=megarecipes"
             else:
                 fix = f"set {degree.key} to 1; --ds_config zero3 cuts a model that is too large"
-            yield Problem(degree.key, came, "its modules are cut by ZeRO alone", fix)
+            problems.append(
+                Problem(degree.key, came, "its modules are cut by ZeRO alone", fix)
+            )
     if heads % tp.value:
         came = Setting("model.heads", heads), " is not divisible by ", *tp.words
-        yield Problem(
-            tp.key,
-            came,
-            "each tensor-parallel rank takes heads/tp heads",
-            f"set parallel.tp to {either(divisors(heads))}",
+        problems.append(
+            Problem(
+                tp.key,
+                came,
+                "each tensor-parallel rank takes heads/tp heads",
+                f"set parallel.tp to {either(divisors(heads))}",
+            )
         )
     if pp.value > layers:
         came = *pp.words, " is more than ", Setting("model.layers", layers)
-        yield Problem(
-            pp.key,
-            came,
-            "each pipeline stage holds at least one layer",
-            f"set parallel.pp to {layers} or less",
+        problems.append(
+            Problem(
+                pp.key,
+                came,
+                "each pipeline stage holds at least one layer",
+                f"set parallel.pp to {layers} or less",
+            )
         )
     if pp.value > 1 and stage in (0, 2, 3):
-        came = *pp.words, f" with zero_optimization.stage={stage} ({where})"
+        came = *pp.words, f" with zero_optimization.stage={stage} ({findings.where})"
         rule = "DeepSpeed's pipeline keeps all micro-batches' gradients, which ZeRO-2 and ZeRO-3 shard away"
         if stage == 0:
             rule = "DeepSpeed counts the tied embedding once per stage there, and clips by a wrong norm"
-        yield Problem(
-            pp.key,
-            came,
-            rule,
-            "use stage 1 (--ds_config pipeline or 3d), or --set parallel.pp=1",
+        problems.append(
+            Problem(
+                pp.key,
+                came,
+                rule,
+                "use stage 1 (--ds_config pipeline or 3d), or --set parallel.pp=1",
+            )
         )
     if recipe.parallel.torch_ddp and (
         stage != 0 or recipe.model.implementation == "transformers"
     ):
-        came = (Setting("parallel.torch_ddp", "true"), f" with stage {stage} ({where})")
-        yield Problem(
-            "parallel.torch_ddp",
-            came,
-            "torch's DistributedDataParallel averages our models' whole gradients, as stage 0 keeps them",
-            "use --ds_config zero0, or --set parallel.torch_ddp=false",
+        came = (
+            Setting("parallel.torch_ddp", "true"),
+            f" with stage {stage} ({findings.where})",
+        )
+        problems.append(
+            Problem(
+                "parallel.torch_ddp",
+                came,
+                "torch's DistributedDataParallel averages our models' whole gradients, as stage 0 keeps them",
+                "use --ds_config zero0, or --set parallel.torch_ddp=false",
+            )
         )
 
 

@@ -14,9 +14,9 @@ fragments map parts of parameters to places in the buffer. No other module knows
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property, partial
-from itertools import chain, starmap
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,16 +26,16 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from torch import Tensor
-from torch.nn import Parameter
 
 from launch.checkpoints.names import MOMENTS, WEIGHT, Kind
 from launch.deepspeed_fixes.short_steps import Fragment, fragments_of
+from modeling.cost.parameter_count import is_hidden_matrix
 from modeling.initialization import canonical_name, shard_of
 from modeling.parallel.process_grid import ProcessGrid
 
 if TYPE_CHECKING:
     from launch.checkpoints.manifest import Progress, ScalerState
+    from launch.deepspeed_fixes.zero0 import MasterWeights
 
 ROUNDED = "rounded"  # the kind of low-precision weights
 # elements; smaller tensors are listed together, to be added up by one kernel
@@ -55,7 +55,7 @@ class Partition:
     """
 
     fragments: tuple[Fragment, ...]
-    master: Callable[[], Tensor]
+    master: Callable[[], torch.Tensor]
     open: Callable[[], None] = lambda: None
     close: Callable[[], None] = lambda: None
     write_back: Callable[[], None] = lambda: None
@@ -74,7 +74,7 @@ class Buffer:
     """
 
     kind: str
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[torch.Tensor, ...]
     fragments: tuple[Fragment, ...]
     copied: str = ""
 
@@ -86,17 +86,17 @@ class EngineState:
         self.engine = engine
         self.grid = grid
         self.zero = engine.optimizer
-        # within DeepSpeed's
-        self.adam: torch.optim.Optimizer = engine.basic_optimizer
         # Every data-parallel rank has the whole state, and each writes a share.
         self.shared = not isinstance(
             self.zero,
             (DeepSpeedZeroOptimizer, BF16_Optimizer, DeepSpeedZeroOptimizer_Stage3),
         )
-        # the weights and master weights of stage 0 in fp16 and bf16
-        self._pairs: list[tuple[Parameter, Tensor]] | None = getattr(
-            self.zero, "pairs", None
-        )
+        self._master_weights: MasterWeights | None = None  # of stage 0 in fp16 and bf16
+        if self.shared:
+            from launch.deepspeed_fixes.zero0 import MasterWeights
+
+            if isinstance(self.zero, MasterWeights):
+                self._master_weights = self.zero
         self._open_partition: Partition | None = None
 
     @cached_property
@@ -112,11 +112,16 @@ class EngineState:
         if isinstance(zero, BF16_Optimizer):
             masters = zero.fp32_groups_flat_partition
             return tuple(map(_flat_group, zero.bf16_groups, masters))
-        pairs = self._pairs
-        if pairs is None:
-            every = chain.from_iterable(group["params"] for group in zero.param_groups)
-            pairs = [(parameter, parameter) for parameter in every]
-        return tuple(starmap(_whole, pairs))
+        if self._master_weights is not None:
+            return tuple(_whole(*pair) for pair in self._master_weights.pairs)
+        every = chain.from_iterable(group["params"] for group in zero.param_groups)
+        return tuple(_whole(parameter, parameter) for parameter in every)
+
+    @property
+    def adam(self) -> torch.optim.Optimizer:
+        """The basic optimizer within DeepSpeed's."""
+        basic: torch.optim.Optimizer = self.engine.basic_optimizer
+        return basic
 
     @property
     def adam_steps(self) -> int:
@@ -172,14 +177,9 @@ class EngineState:
                 WEIGHT: master,
                 **self.adam.state.get(master, {}),
             }.items():
-                if not isinstance(numbers, Tensor) or numbers.shape != master.shape:
-                    continue
-                yield Buffer(kind, (numbers,), fragments, copied)
-                # what all tensor-parallel ranks hold
-                for fragment in fragments if self.grid.tp > 1 else ():
-                    if fragment.elements and not is_cut(fragment.parameter):
-                        part = fragment.within(numbers.detach())
-                        yield _whole_buffer(kind, fragment.parameter, part, "tp")
+                if isinstance(numbers, torch.Tensor) and numbers.shape == master.shape:
+                    yield Buffer(kind, (numbers,), fragments, copied)
+                    yield from self._held_twice(kind, numbers, fragments)
         yield from self._rounded()
 
     def _rounded(self) -> Iterator[Buffer]:
@@ -193,22 +193,30 @@ class EngineState:
                     yield Buffer(ROUNDED, (flat,), partition.fragments)
             for parameter in zero.persistent_parameters:
                 yield _whole_buffer(ROUNDED, parameter, parameter, "dp")
-        elif self._pairs is not None:
-            for parameter, _ in self._pairs:
+        elif self._master_weights is not None:
+            for parameter, _ in self._master_weights.pairs:
                 yield _whole_buffer(ROUNDED, parameter, parameter, "dp")
         elif isinstance(zero, DeepSpeedZeroOptimizer):
             yield from map(_flat_buffer, zero.bit16_groups, zero.bit16_groups_flat)
         elif isinstance(zero, BF16_Optimizer):
             yield from map(_flat_buffer, zero.bf16_groups, zero.bf16_groups_flat)
 
+    def _held_twice(
+        self, kind: str, numbers: torch.Tensor, fragments: Iterable[Fragment]
+    ) -> Iterator[Buffer]:
+        """Yield what all tensor-parallel ranks hold of a partition."""
+        for fragment in fragments:
+            parameter = fragment.parameter
+            if self.grid.tp > 1 and fragment.elements and not is_cut(parameter):
+                part = fragment.within(numbers.detach())
+                yield _whole_buffer(kind, parameter, part, "tp")
+
     def owned(self, partition: Partition) -> Iterator[Fragment]:
         """Yield the fragments that this rank writes: one rank writes each number."""
         from launch.checkpoints.geometry import share
 
         for fragment in partition.fragments:
-            # a tied copy on a later stage
-            replicated = getattr(fragment.parameter, "ds_pipe_replicated", False)
-            if replicated or not (self.grid.at.tp == 0 or is_cut(fragment.parameter)):
+            if not self._writes(fragment.parameter):
                 continue
             if self.shared:
                 skipped, count = share(fragment.elements, self.grid.at.dp, self.grid.dp)
@@ -220,9 +228,12 @@ class EngineState:
 
     def held(self, partition: Partition, kinds: Iterable[Kind]) -> list[Kind]:
         """Return those of `kinds` that a partition has: Muon's matrices have one moment."""
-        matrices = map(id, getattr(self.adam, "matrices", ()))
-        if partition.fragments and id(partition.fragments[0].parameter) in matrices:
-            return [kind for kind in kinds if kind != MOMENTS[1]]
+        if partition.fragments and hasattr(self.adam, "matrices"):
+            parameter = partition.fragments[0].parameter
+            # ZeRO-3 leaves an empty tensor behind.
+            shape = getattr(parameter, "ds_shape", parameter.shape)
+            if is_hidden_matrix(canonical_name(parameter), len(shape)):
+                return [kind for kind in kinds if kind != MOMENTS[1]]
         return list(kinds)
 
     def dtype(self, partition: Partition, kind: str) -> torch.dtype:
@@ -234,7 +245,7 @@ class EngineState:
         )
         return next(every, torch.float32)
 
-    def read(self, partition: Partition, fragment: Fragment, kind: str) -> Tensor:
+    def read(self, partition: Partition, fragment: Fragment, kind: str) -> torch.Tensor:
         """Read a fragment's flat elements of master weights or a moment.
 
         They are valid while the partition is open: until `close`, or a `read` of another one. Raises KeyError
@@ -291,7 +302,7 @@ class EngineState:
         master = partition.master()
         adam = self.adam
         dtype = master.dtype
-        step: int | Tensor = steps
+        step: int | torch.Tensor = steps
         if isinstance(adam, DeepSpeedCPUAdam):
             dtype = torch.float32 if adam.fp32_optimizer_states else master.dtype
         elif isinstance(adam, torch.optim.AdamW):
@@ -319,8 +330,8 @@ class EngineState:
             zero._hp_optimizer_states_linked = False  # to the states that were replaced
         elif isinstance(zero, DeepSpeedZeroOptimizer_Stage3):
             zero.invalidate_secondary_tensor()
-        elif self._pairs is not None:
-            zero.round_weights()
+        elif self._master_weights is not None:
+            self._master_weights.round_weights()
         if isinstance(self.adam, DeepSpeedCPUAdam):
             from launch.deepspeed_fixes.cpu_adam_bias_correction import (
                 replay_bias_correction,
@@ -348,6 +359,13 @@ class EngineState:
         scaler = self.zero.loss_scaler
         return scaler if scaler.dynamic else None
 
+    def _writes(self, parameter: torch.nn.Parameter) -> bool:
+        """Check that this rank writes the parameter, not another tensor-parallel rank or pipeline stage."""
+        # a tied copy on a later stage
+        if getattr(parameter, "ds_pipe_replicated", False):
+            return False
+        return self.grid.at.tp == 0 or is_cut(parameter)
+
     def _sub_group(self, zero: DeepSpeedZeroOptimizer_Stage3, number: int) -> Partition:
         swapped = zero._swappable_optimizer_subgroup(number)
         fragments = []
@@ -364,36 +382,39 @@ class EngineState:
             if swapped:
                 zero._optimizer_states_and_gradient_swap_out(number)
 
-        masters: list[Tensor] = zero.fp32_partitioned_groups_flat
-        held = Partition(
-            tuple(fragments), lambda: masters[number], write_back=write_back
-        )
+        masters: list[torch.Tensor] = zero.fp32_partitioned_groups_flat
+
+        def master() -> torch.Tensor:
+            return masters[number]
+
         if not swapped:
-            return held
+            return Partition(tuple(fragments), master, write_back=write_back)
         read_in = partial(zero._optimizer_states_and_gradient_swap_in, number)
         release = partial(zero._release_swap_buffers, number)
-        return replace(held, open=read_in, close=release, swapped=True)
+        return Partition(tuple(fragments), master, read_in, release, write_back, True)
 
 
-def _flat_group(parameters: list[Parameter], master: Tensor) -> Partition:
+def _flat_group(
+    parameters: list[torch.nn.Parameter], master: torch.Tensor
+) -> Partition:
     """Describe this rank's part of a group's flat master weights under ZeRO 1 and 2."""
     return Partition(tuple(fragments_of(parameters)), lambda: master)
 
 
-def is_cut(parameter: Parameter) -> bool:
+def is_cut(parameter: torch.nn.Parameter) -> bool:
     """Check whether tensor-parallel ranks hold different slices of a parameter."""
     shard = shard_of(parameter)
     return shard is not None and shard.size > 1
 
 
 def _whole_buffer(
-    kind: str, parameter: Parameter, numbers: Tensor, copied: str
+    kind: str, parameter: torch.nn.Parameter, numbers: torch.Tensor, copied: str
 ) -> Buffer:
     elements = getattr(parameter, "ds_numel", numbers.numel())
     return Buffer(kind, (numbers,), (Fragment(parameter, 0, 0, elements),), copied)
 
 
-def _flat_buffer(group: list[Parameter], flat: Tensor) -> Buffer:
+def _flat_buffer(group: list[torch.nn.Parameter], flat: torch.Tensor) -> Buffer:
     """Describe the low-precision weights of a group of parameters, which are views of a flat tensor."""
     fragments = []
     for parameter in group:
@@ -404,7 +425,7 @@ def _flat_buffer(group: list[Parameter], flat: Tensor) -> Buffer:
 
 def _joined(buffers: list[Buffer]) -> Buffer:
     """Join buffers of one tensor each."""
-    tensors: list[Tensor] = []
+    tensors: list[torch.Tensor] = []
     fragments: list[Fragment] = []
     start = 0
     for buffer in buffers:
@@ -416,6 +437,6 @@ def _joined(buffers: list[Buffer]) -> Buffer:
     return Buffer(buffers[0].kind, tuple(tensors), tuple(fragments), buffers[0].copied)
 
 
-def _whole(parameter: Parameter, master: Tensor) -> Partition:
+def _whole(parameter: torch.nn.Parameter, master: torch.Tensor) -> Partition:
     fragment = Fragment(parameter, 0, 0, parameter.numel())
     return Partition((fragment,), lambda: master)

@@ -32,7 +32,7 @@ from launch.checkpoints.geometry import (
 )
 from launch.checkpoints.names import MOMENTS, NAME, WEIGHT, Kind, step_of
 from modeling.cost.parameter_count import is_hidden_matrix
-from recipes.files import checked, read_json_object, refuse
+from recipes import files
 from recipes.problems import some
 from recipes.schema import Recipe
 
@@ -343,19 +343,19 @@ def write(manifest: Manifest, directory: Path) -> None:
 def read(directory: Path) -> Manifest:
     """Read the manifest of `directory`. Raises FileError if it is missing or damaged."""
     path = directory / NAME
-    values = read_json_object(path, most=MOST_BYTES)
+    values = files.read_json_object(path, most=MOST_BYTES)
     told = values.pop("sha256", None)
     if told != digest(values):
-        refuse(
+        files.refuse(
             path, "its own checksum is another", "it is written once and never edited"
         )
-    found: Manifest = checked(FORM, values, path)
-    recipe = checked(RECIPE, {"recipe": found.recipe}, path)["recipe"]
+    found: Manifest = files.checked(FORM, values, path)
+    recipe = files.checked(RECIPE, {"recipe": found.recipe}, path)["recipe"]
     try:
         for came, rule in found.contradictions(recipe, step_of(directory)):
-            refuse(path, came, rule)
+            files.refuse(path, came, rule)
     except AssertionError as error:
-        refuse(path, str(error), "a piece lies within its tensor")
+        files.refuse(path, str(error), "a piece lies within its tensor")
     return found
 
 

@@ -116,15 +116,9 @@ def check(
     counts = list[str]()
     if not weights:
         counts += _other_counts(state, held.progress)
-        told = held.next_step
-        if told is None:
+        counts += _other_step(held, sample)
+        if held.next_step is None:
             say(f"{where} holds no sum of the next step: its data are not proven")
-        then = Recipe.model_validate(held.recipe)
-        alike = told is not None and not changes(then, sample.recipe, NEXT_STEP)
-        if alike and sample.next_step() not in (told, None):
-            counts.append(
-                "the next step has other samples or other dropout than the step after the save"
-            )
     stale = [*state.stale_weights()]
     if stale:
         which = some(stale, SHOWN)
@@ -161,7 +155,8 @@ def _sums_said(by_rank: Mapping[int, ProofDifference]) -> str:
     """Say the sums of a tensor, of the first rank that found it, and where all ranks found it."""
     pieces = []
     for rank, difference in by_rank.items():
-        pieces += [f"rank {rank}: {piece}" for piece in difference.pieces]
+        for piece in difference.pieces:
+            pieces.append(f"rank {rank}: {piece}")
     which = some(pieces, SHOWN)
     if not pieces:
         ranks = some([str(rank) for rank in by_rank], SHOWN)
@@ -310,6 +305,16 @@ def _other_counts(state: EngineState, saved: Progress) -> Iterator[str]:
     if odd and saved.adam_steps and found.adam_steps == saved.adam_steps:
         updates = some([str(count) for count in sorted(odd)])
         yield f"Adam corrects its bias for {updates} updates, and {saved.adam_steps} were made"
+
+
+def _other_step(held: Manifest, sample: ProofSample) -> Iterator[str]:
+    """Yield, in words, what the next step trains on otherwise than the step after the save. Collective."""
+    saved = held.next_step
+    then = Recipe.model_validate(held.recipe)
+    if saved is None or changes(then, sample.recipe, NEXT_STEP):
+        return
+    if sample.next_step() not in (saved, None):
+        yield "the next step has other samples or other dropout than the step after the save"
 
 
 def _other_loss(held: Manifest, sample: ProofSample) -> Iterator[str]:

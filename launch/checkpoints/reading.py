@@ -79,7 +79,10 @@ def of_rank_0(
     own: Checkpoint | DamagedCheckpoint | None, group: dist.ProcessGroup
 ) -> Checkpoint | DamagedCheckpoint | None:
     """Return the checkpoint that rank 0 has found, if any. Collective."""
-    found = None if own is None else tuple(vars(own).values())
+    found = None
+    if own is not None:
+        held = own.manifest if isinstance(own, Checkpoint) else own.why
+        found = (own.directory, held)
     told = from_rank_0(found, group, tuple[Path, Manifest | str] | None)
     if told is None:
         return None

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from data import durable_files
 from launch.checkpoints.names import NAME, step_of
 from launch.records.directory import WRITING as WRITING  # for launch/weights, too
-from recipes.files import FileError, is_file, refuse
+from recipes import files
 from recipes.problems import Problem, some
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def read(directory: Path, sizes: bool = True) -> Checkpoint | DamagedCheckpoint:
 
     try:
         found = Checkpoint(directory, manifest.read(directory))
-    except FileError as error:
+    except files.FileError as error:
         return DamagedCheckpoint(
             directory, "; ".join(str(problem) for problem in error.problems)
         )
@@ -120,13 +120,15 @@ def below(path: Path, step: int | None = None) -> list[Checkpoint | DamagedCheck
     try:
         there = path.is_dir()
     except OSError as error:  # a name too long, no permission
-        refuse(str(path)[:200], f"cannot be read ({error.strerror})", fix=GIVEN)
+        files.refuse(str(path)[:200], f"cannot be read ({error.strerror})", fix=GIVEN)
     if not there:
         came = "is no directory" if path.exists() else "does not exist"
-        refuse(path, came, fix=GIVEN)
+        files.refuse(path, came, fix=GIVEN)
     if path.name.endswith((WRITING, PRUNED)) and not _is_run(path):
-        refuse(path, "is half written or half removed", "killed runs leave such", GIVEN)
-    if _is_named(path) or is_file(path / NAME):
+        files.refuse(
+            path, "is half written or half removed", "killed runs leave such", GIVEN
+        )
+    if _is_named(path) or files.is_file(path / NAME):
         every = [read(path)]
     else:
         every = [*found(path / "checkpoints")] or [*found(path)]
@@ -136,11 +138,11 @@ def below(path: Path, step: int | None = None) -> list[Checkpoint | DamagedCheck
         for saved in path.glob("checkpoints/checkpoint-*/config.json"):
             rule = "a fine-tuning has those of transformers' Trainer"
             fix = f"give {saved.parent}, a directory of save_pretrained"
-        refuse(path, "holds no checkpoint", rule, fix)
+        files.refuse(path, "holds no checkpoint", rule, fix)
     chosen = [each for each in every if step in (None, each.step)]
     if not chosen:
         steps = some([str(each.step) for each in reversed(every)])
-        refuse(
+        files.refuse(
             path,
             f"holds no checkpoint of step {step}",
             f"only of {steps}",
@@ -178,13 +180,13 @@ def newest_whole(
         if whole is not None and hold(whole.directory):
             return whole, damaged
     if whole is not None:
-        refuse(
+        files.refuse(
             whole.directory,
             "was removed while it was opened, twice",
             "the run keeps run.keep_checkpoints of them",
             "start the command again",
         )
-    raise FileError(
+    raise files.FileError(
         [
             Problem(
                 str(d.directory),

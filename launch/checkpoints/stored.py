@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor
 
 from launch.checkpoints import manifest
 from launch.checkpoints.geometry import Copy, Cut, copies, rectangles
 from launch.checkpoints.names import WEIGHT
 from launch.checkpoints.tensor_file import DTYPES, Reader
 from modeling.initialization import Shard, canonical_name, padded_slice, shard_of
-from recipes.files import refuse
+from recipes import files
 from recipes.schema import Recipe
 
 if TYPE_CHECKING:
@@ -52,14 +51,14 @@ class TensorPlacement(NamedTuple):
             form = "transformers"
         return cls(name, form, shape, cut)
 
-    def slice_of(self, full: Tensor) -> Tensor:
+    def slice_of(self, full: torch.Tensor) -> torch.Tensor:
         """Cut the slice from a full tensor; padding is zero."""
         if self.cut is None:
             return full
         return padded_slice(full, *self.cut)
 
 
-class StoredTensors(Mapping[str, Tensor]):
+class StoredTensors(Mapping[str, torch.Tensor]):
     """A map of a checkpoint's tensors of one kind, read on access: full, canonical, float32."""
 
     def __init__(
@@ -82,7 +81,7 @@ class StoredTensors(Mapping[str, Tensor]):
     def __contains__(self, name: object) -> bool:
         return name in self.manifest.tensors  # Mapping's own would read it
 
-    def __getitem__(self, name: str) -> Tensor:
+    def __getitem__(self, name: str) -> torch.Tensor:
         return self.canonical(name, self.kind)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -95,7 +94,7 @@ class StoredTensors(Mapping[str, Tensor]):
             form.to_ours([torch.empty(stored.shape, device="meta")], heads).shape
         )
 
-    def canonical(self, name: str, kind: str) -> Tensor:
+    def canonical(self, name: str, kind: str) -> torch.Tensor:
         """Read the full canonical tensor in float32. Raises KeyError for an unknown name."""
         stored = self.manifest.tensors[name]
         full = torch.empty(stored.shape, dtype=torch.float32)
@@ -112,7 +111,7 @@ class StoredTensors(Mapping[str, Tensor]):
         return DTYPES[self._reader(first.file).tensors[f"{kind}/{name}"].dtype]
 
     def fill(
-        self, target: Tensor, place: TensorPlacement, first: int, kind: str
+        self, target: torch.Tensor, place: TensorPlacement, first: int, kind: str
     ) -> None:
         """Fill flat `target` with the elements of the slice `place` from `first` on; padding becomes zero.
 
@@ -122,7 +121,7 @@ class StoredTensors(Mapping[str, Tensor]):
         """
         stored = self.manifest.tensors.get(place.name)
         if stored is None:
-            refuse(self.directory, f"holds no {place.name}", "the model has it")
+            files.refuse(self.directory, f"holds no {place.name}", "the model has it")
         full = None
         shape = stored.shape
         if stored.form != place.form:
@@ -131,16 +130,14 @@ class StoredTensors(Mapping[str, Tensor]):
                 form, heads = self._forms[place.name]
                 (full,) = form.to_theirs(full, heads)
             shape = tuple(full.shape)
-        same_width = place.cut is None and place.shape[1:] == shape[1:]
-        # a table of positions with more rows than are stored
-        if same_width and "position" in place.name and place.shape[0] > shape[0]:
+        if _has_grown(place, shape):
             known = math.prod(shape) - first
             if known <= 0:
                 return
             target = target[:known]
             place = place._replace(shape=shape)
         if shape != place.shape:
-            refuse(
+            files.refuse(
                 self.directory,
                 f"{place.name} has shape {list(shape)}",
                 f"the model's has {list(place.shape)}",
@@ -153,7 +150,7 @@ class StoredTensors(Mapping[str, Tensor]):
             )
 
     def _copy(
-        self, target: Tensor, place: TensorPlacement, first: int, kind: str
+        self, target: torch.Tensor, place: TensorPlacement, first: int, kind: str
     ) -> None:
         """Fill as `fill` does from a tensor in the form and shape of `place`."""
         shape = place.shape
@@ -166,7 +163,9 @@ class StoredTensors(Mapping[str, Tensor]):
                 for copy in copies(piece.rectangles(shape), [part]):
                     self._copy_rectangle(target, piece.file, key, copy)
 
-    def _copy_rectangle(self, target: Tensor, file: str, key: str, copy: Copy) -> None:
+    def _copy_rectangle(
+        self, target: torch.Tensor, file: str, key: str, copy: Copy
+    ) -> None:
         source = self._reader(file)
         step = max(1, MOST_READ // copy.source_stride)
         for row in range(0, copy.rows, step):
@@ -200,6 +199,12 @@ class StoredTensors(Mapping[str, Tensor]):
         return {e.ours: (e.form, model.heads) for e in gpt2.name_map(model)}
 
 
-def load_weights(directory: Path, kind: str = WEIGHT) -> dict[str, Tensor]:
+def _has_grown(place: TensorPlacement, stored: tuple[int, ...]) -> bool:
+    """Check for a table of positions with more rows than are stored."""
+    same_width = place.cut is None and place.shape[1:] == stored[1:]
+    return same_width and "position" in place.name and place.shape[0] > stored[0]
+
+
+def load_weights(directory: Path, kind: str = WEIGHT) -> dict[str, torch.Tensor]:
     """Read all tensors of one kind into memory, full and canonical. Raises FileError."""
     return dict(StoredTensors(directory, kind=kind))

@@ -16,10 +16,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from launch.checkpoints.manifest import StoredFile
-from recipes.files import read_safetensors_header, refuse
+from recipes import files
 
 BUCKET = 32 * 2**20  # bytes of one copy from a device, and of one update of a checksum
 DTYPES = {
@@ -41,8 +40,8 @@ class TensorEntry:
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    read: Callable[[], Tensor]
-    seen: Callable[[Tensor], None] = lambda numbers: None
+    read: Callable[[], torch.Tensor]
+    seen: Callable[[torch.Tensor], None] = lambda numbers: None
 
     @property
     def bytes(self) -> int:
@@ -63,25 +62,13 @@ def write(
         header[entry.name] = {**told, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
+    checksum = 0
     with open(path, "xb") as file, ThreadPoolExecutor(1) as beside:
-        head = len(text).to_bytes(8, "little") + text
-        checksum = zlib.crc32(head)
-        file.write(head)
+        for part in (len(text).to_bytes(8, "little"), text):
+            checksum = zlib.crc32(part, checksum)
+            file.write(part)
         for entry in entries:
-            tensor = entry.read().detach()
-            found = tensor.dtype, tuple(tensor.shape)
-            assert found == (entry.dtype, entry.shape), f"{entry.name}: {found}"
-            on_host = tensor.device.type == "cpu"
-            if not on_host:
-                entry.seen(tensor)  # on the stream of this thread
-            seeing = beside.submit(entry.seen, tensor) if on_host else None
-            most = BUCKET // entry.dtype.itemsize
-            for bucket in tensor.contiguous().view(-1).split(most):
-                part = memoryview(bucket.cpu().view(torch.uint8).numpy())
-                checksum = zlib.crc32(part, checksum)
-                file.write(part)
-            if seeing:
-                seeing.result()
+            checksum = _write_tensor(file.write, entry, checksum, beside)
         file.flush()
         os.fsync(file.fileno())
         size = file.tell()
@@ -97,25 +84,25 @@ class Reader:
 
     def __init__(self, path: Path):
         self.path = path
-        self.tensors = read_safetensors_header(path)
+        self.tensors = files.read_safetensors_header(path)
         self._open()
 
     def _open(self) -> None:
         try:
             self._file = open(self.path, "rb", buffering=0)  # noqa: SIM115 # closed with this object
         except OSError as error:
-            refuse(self.path, "cannot be read", str(error.strerror))
+            files.refuse(self.path, "cannot be read", str(error.strerror))
 
     def close(self) -> None:
         """Close the file until it is read again."""
         self._file.close()
 
-    def whole(self, name: str) -> Tensor:
+    def whole(self, name: str) -> torch.Tensor:
         """Read a tensor in its shape."""
         shape = torch.Size(self.tensors[name].shape)
         return self.elements(name, 0, shape.numel()).view(shape)
 
-    def elements(self, name: str, first: int, count: int) -> Tensor:
+    def elements(self, name: str, first: int, count: int) -> torch.Tensor:
         """Read elements [first, first + count) of a tensor, flat."""
         stored = self.tensors.get(name)
         if stored is None or stored.dtype not in DTYPES:
@@ -124,7 +111,7 @@ class Reader:
                 if stored is None
                 else f"holds as {stored.dtype}, which is no float,"
             )
-            refuse(self.path, f"{refused} {name}")
+            files.refuse(self.path, f"{refused} {name}")
         dtype = DTYPES[stored.dtype]
         # Not torch.empty: within `deepspeed.zero.Init` for bf16 it makes another type.
         found = torch.from_numpy(np.empty(count * dtype.itemsize, dtype=np.uint8)).view(
@@ -139,11 +126,34 @@ class Reader:
                 left = left[got:]
                 at = at + got
         except OSError as error:
-            refuse(self.path, f"{name} cannot be read", str(error.strerror))
+            files.refuse(self.path, f"{name} cannot be read", str(error.strerror))
         if left or at > stored.end:
-            refuse(
+            files.refuse(
                 self.path,
                 f"ends within {name}",
                 "it was cut off, or the tensor is shorter",
             )
         return found
+
+
+def _write_tensor(
+    write: Callable[[memoryview], object],
+    entry: TensorEntry,
+    checksum: int,
+    beside: ThreadPoolExecutor,
+) -> int:
+    """Write the numbers of one tensor, a bucket at a time; return the updated checksum."""
+    tensor = entry.read().detach()
+    found = tensor.dtype, tuple(tensor.shape)
+    assert found == (entry.dtype, entry.shape), f"{entry.name}: {found}"
+    on_host = tensor.device.type == "cpu"
+    if not on_host:
+        entry.seen(tensor)  # on the stream of this thread
+    seeing = beside.submit(entry.seen, tensor) if on_host else None
+    for bucket in tensor.contiguous().view(-1).split(BUCKET // entry.dtype.itemsize):
+        part = memoryview(bucket.cpu().view(torch.uint8).numpy())
+        checksum = zlib.crc32(part, checksum)
+        write(part)
+    if seeing:
+        seeing.result()
+    return checksum

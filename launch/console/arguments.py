@@ -63,16 +63,15 @@ _ALIKE = 0.75  # share of letters from which a flag is named as one that may be 
 
 # A flag; what it excludes ("*": all) or, after "+", needs one of: flags, "--flag value", "--set key"; why.
 Rule = tuple[str, str, str]
-Rules = tuple[Rule, ...]
 
 
-RULES: Rules = (("--ds_config", "--set ds_config", "the flag decides it"),)
+RULES: tuple[Rule, ...] = (("--ds_config", "--set ds_config", "the flag decides it"),)
 
 
 class Parser(argparse.ArgumentParser):
     """A parser with rules of flags that make no sense together: none is ignored."""
 
-    def __init__(self, rules: Rules = (), **how: Any) -> None:
+    def __init__(self, rules: tuple[Rule, ...] = (), **how: Any) -> None:
         super().__init__(formatter_class=HELP, allow_abbrev=False, **how)
         self.rules = rules
         self.register("action", None, _Given)
@@ -138,21 +137,25 @@ class Parser(argparse.ArgumentParser):
             )
         values = set[str]()
         flags = set[str]()
-        for action in self._actions:
-            if not action.option_strings or action.dest == "local_rank":
-                continue
+        for action in (
+            each
+            for each in self._actions
+            if each.option_strings and each.dest != "local_rank"
+        ):
             value = getattr(parsed, action.dest, action.default)
             flag = action.option_strings[0]
             values.add(f"{flag} {'none' if value is None else value}")
             if action.dest in getattr(parsed, "given", ()) or value != action.default:
+                typed.append(flag)
                 flags.add(flag)
-        for flag, others, reason in (*RULES, *self.rules):
-            if flag not in flags:
-                continue
+        for flag, others, reason in (
+            rule for rule in (*RULES, *self.rules) if rule[0] in flags
+        ):
             listed = others.lstrip("+").split(", ")
-            both = sorted({*typed, *values, *flags} & {*listed})
-            if others == "*":
-                both = sorted(flags - {flag})
+            found_others = (
+                flags - {flag} if others == "*" else {*typed, *values} & {*listed}
+            )
+            both = sorted(found_others)
             if others.startswith("+") != bool(both):
                 came = (
                     f"{flag} with {', '.join(both)}"
@@ -164,7 +167,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def command(
-    doc: str | None, examples: str, rules: Rules = ()
+    doc: str | None, examples: str, rules: tuple[Rule, ...] = ()
 ) -> argparse.ArgumentParser:
     """Make a parser with the first paragraph of `doc`, and examples, in its --help.
 
@@ -187,12 +190,14 @@ def subcommand(
     help_line: str,
     about: str | None,
     examples: str = "",
-    rules: Rules = (),
+    rules: tuple[Rule, ...] = (),
 ) -> argparse.ArgumentParser:
     """Make the parser of a subcommand, with description and examples in its --help."""
-    return commands.add_parser(
-        name, help=help_line, description=about, epilog=examples, rules=rules
+    parser = commands.add_parser(
+        name, help=help_line, description=about, epilog=examples
     )
+    parser.rules = rules  # type: ignore[attr-defined] # a Parser, as the parser of the subcommands
+    return parser
 
 
 TEXT = (
@@ -201,7 +206,7 @@ TEXT = (
 )
 
 
-TEXT_RULES: Rules = (
+TEXT_RULES: tuple[Rule, ...] = (
     (
         "--text",
         "--set data.source, --set data.name, --set data.blend, --set data",
@@ -304,12 +309,9 @@ def working_directory() -> str:
     try:
         return os.getcwd()
     except FileNotFoundError:
-        raise ProblemsError.of(
-            "cd",
-            "the working directory was removed",
-            "paths are seen from there",
-            "cd to one that is there",
-        ) from None
+        came = "the working directory was removed"
+        rule = "paths are seen from there"
+        raise ProblemsError.of("cd", came, rule, "cd to one that is there") from None
 
 
 def directory(flag: str, text: str | Path) -> Path:
@@ -327,13 +329,8 @@ def check_outside(flag: str, text: str | Path, parent: str | Path) -> None:
     """Check that a new run does not lie in the run that it comes from. Raises ProblemsError."""
     above = Path(os.path.realpath(parent))
     if Path(os.path.realpath(path_of(text, flag))).is_relative_to(above):
-        raise refusal(
-            flag,
-            text,
-            f"lies in {above}",
-            "the new run is one of its own, and nothing is written there",
-            "name another directory",
-        )
+        rule = "the new run is one of its own, and nothing is written there"
+        raise refusal(flag, text, f"lies in {above}", rule, "name another directory")
 
 
 def place_problem(path: Path) -> tuple[str, str] | None:

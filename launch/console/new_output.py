@@ -15,13 +15,8 @@ def new_directory(flag: str, text: str | Path) -> Path:
     """Check that the directory is new or empty. Raises ProblemsError."""
     path = directory(flag, text)
     if path.exists() and any(path.iterdir()):
-        raise refusal(
-            flag,
-            text,
-            "is not empty",
-            "nothing is overwritten or mixed",
-            "name a new directory",
-        )
+        rule = "nothing is overwritten or mixed"
+        raise refusal(flag, text, "is not empty", rule, "name a new directory")
     return path
 
 
@@ -38,11 +33,17 @@ def new_file(
     if endings and path.suffix not in endings:
         problem = "has another ending", f"the form is told by it: {either(endings)}"
     elif not problem and path.exists() and not (own and _begins_with(path, own)):
-        problem = "exists already", "nothing is overwritten"
-        if own:
-            problem = "exists already", "only this command's own files are replaced"
-        if path.is_dir():
-            problem = "is a directory", "a file is made here"
+        is_directory = path.is_dir()
+        kept = (
+            "only this command's own files are replaced"
+            if own
+            else "nothing is overwritten"
+        )
+        problem = (
+            ("is a directory", "a file is made here")
+            if is_directory
+            else ("exists already", kept)
+        )
     elif not problem and not path.parent.is_dir():
         problem = (
             f"lies in {path.parent}, which is not there",

@@ -6,7 +6,6 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, TextIO
 
 from tqdm import tqdm
@@ -40,51 +39,46 @@ class Silent:
     def close(self) -> None: ...
 
 
-@dataclass
-class _Screen(Silent):
-    """A screen that shows the steps after `start_step`."""
-
-    stream: TextIO
-    start_step: int
-    total_steps: int
-    samples: Samples
-
-
-@dataclass
-class Bar(_Screen):
+class Bar(Silent):
     """A screen of two lines on a terminal, redrawn: the numbers of the step above the progress."""
 
-    def __post_init__(self) -> None:
-        how = {"file": self.stream, "dynamic_ncols": True}
-        self._numbers = tqdm(bar_format="{desc}", position=0, **how)
+    def __init__(
+        self, stream: TextIO, start_step: int, total_steps: int, samples: Samples
+    ) -> None:
+        self._numbers = tqdm(
+            file=stream, bar_format="{desc}", dynamic_ncols=True, position=0
+        )
+        how = {"file": stream, "dynamic_ncols": True, "position": 1}
+        how["bar_format"] = "{desc} {bar} {elapsed} done"
         self._bar = tqdm(
-            total=self.samples(self.total_steps),
-            initial=self.samples(self.start_step),
+            total=samples(total_steps),
+            initial=samples(start_step),
             unit="sample",
-            bar_format="{desc} {bar} {elapsed} done",
-            position=1,
             **how,
         )
-        self._bar.set_description_str(f"step {self.start_step}/{self.total_steps}")
+        self._stream = stream
+        self._total_steps = total_steps
+        self._samples = samples
+        self._bar.set_description_str(f"step {start_step}/{total_steps}")
 
     def step(self, step: int, fields: Mapping[str, str]) -> None:
         self._numbers.set_description_str(
-            fitting(fields, terminal.columns(self.stream)), refresh=False
+            fitting(fields, terminal.columns(self._stream)), refresh=False
         )
-        self._bar.set_description_str(f"step {step}/{self.total_steps}", refresh=False)
+        self._bar.set_description_str(f"step {step}/{self._total_steps}", refresh=False)
         # not before there is a rate
         self._bar.bar_format = "{desc} {bar} {elapsed} done, {remaining} left"
         # Redraw both or none, at tqdm's pace; the last step always.
         if (
-            self._bar.update(self.samples(step) - self._bar.n)
-            or step == self.total_steps
+            self._bar.update(self._samples(step) - self._bar.n)
+            or step == self._total_steps
         ):
             self._bar.refresh()
             self._numbers.refresh()
 
     def line(self, text: str, colour: int | None = None) -> None:
-        lines = terminal.wrapped(text, terminal.columns(self.stream))
-        shown = terminal.painted(lines, colour, self.stream)
+        lines = terminal.wrapped(text, terminal.columns(self._stream))
+        shown = terminal.painted(lines, colour, self._stream)
         self._bar.write(shown, file=self._bar.fp)
 
     def close(self) -> None:
@@ -92,12 +86,17 @@ class Bar(_Screen):
         self._bar.close()
 
 
-@dataclass
-class Lines(_Screen):
+class Lines(Silent):
     """A screen of whole lines without carriage returns, for a log file."""
 
-    def __post_init__(self) -> None:
-        self._every = max(1, (self.total_steps - self.start_step) // LINES_PER_RUN)
+    def __init__(
+        self, stream: TextIO, start_step: int, total_steps: int, samples: Samples
+    ) -> None:
+        self._stream = stream
+        self._start_step = start_step
+        self._total_steps = total_steps
+        self._samples = samples
+        self._every = max(1, (total_steps - start_step) // LINES_PER_RUN)
         self._shown = time.monotonic()
         # End of the first step, which compiles and allocates: the rate is of later steps.
         self._first: float | None = None
@@ -105,15 +104,15 @@ class Lines(_Screen):
     def step(self, step: int, fields: Mapping[str, str]) -> None:
         now = time.monotonic()
         self._first = self._first or now
-        first_or_last = step in (self.start_step + 1, self.total_steps)
+        first_or_last = step in (self._start_step + 1, self._total_steps)
         if (
             first_or_last
             or step % self._every == 0
             or now - self._shown >= LINE_EVERY_SECONDS
         ):
             self._shown = now
-            done = self.samples(step) - self.samples(self.start_step + 1)
-            to_do = self.samples(self.total_steps) - self.samples(step)
+            done = self._samples(step) - self._samples(self._start_step + 1)
+            to_do = self._samples(self._total_steps) - self._samples(step)
             remaining = (now - self._first) / done * to_do if done else None
             left = (
                 f" | {tqdm.format_interval(remaining)} left"
@@ -121,12 +120,12 @@ class Lines(_Screen):
                 else ""
             )
             self.line(
-                f"step {step}/{self.total_steps} | {' | '.join(fields.values())}{left}"
+                f"step {step}/{self._total_steps} | {' | '.join(fields.values())}{left}"
             )
 
     def line(self, text: str, colour: int | None = None) -> None:
-        shown = terminal.painted(text, colour, self.stream)
-        print(shown, file=self.stream, flush=True)
+        shown = terminal.painted(text, colour, self._stream)
+        print(shown, file=self._stream, flush=True)
 
 
 def fitting(fields: Mapping[str, str], width: int | None) -> str:

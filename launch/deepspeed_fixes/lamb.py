@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.utils import is_model_parallel_parameter
-from torch import Tensor
 
 from launch.deepspeed_fixes.norms import squared_norm
 from modeling.parallel.process_grid import ProcessGrid
@@ -53,8 +52,8 @@ class Adam(torch.optim.AdamW):
                     parameter.addcdiv_(first, root, value=-group["lr"])
 
     def _moments(
-        self, parameter: Tensor, group: dict[str, Any]
-    ) -> tuple[Tensor, Tensor]:
+        self, parameter: torch.Tensor, group: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Bring the moments up to date; return the first, and the root of the second with eps."""
         state = self.state[parameter]
         beta1, beta2 = group["betas"]
@@ -105,31 +104,36 @@ class Lamb(Adam):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient. Collective over the tensor-parallel ranks."""
         assert closure is None, "DeepSpeed computes the loss before"
-        # Duplicated parameters are equal on all tensor-parallel ranks and count once.
-        counts_all = self.grid.get_model_parallel_rank() == 0
         updates = []
-        squares = []
         marks = iter(self.shared)
         for group in self.param_groups:
             for parameter in group["params"]:
-                counts = next(marks) or counts_all
-                if parameter.grad is None:
-                    continue
-                first, root = self._moments(parameter, group)
-                decay = group["weight_decay"]
-                direction = first.div_(root).add_(parameter, alpha=decay)
-                updates.append((parameter, direction, group["lr"]))
-                pair = torch.stack([squared_norm(parameter), squared_norm(direction)])
-                squares.append(pair * counts)
-        ratios = self._trust_ratios(torch.stack(squares))
-        for (parameter, direction, lr), ratio in zip(updates, ratios, strict=True):
+                shared = next(marks)
+                if parameter.grad is not None:
+                    direction = self._direction(parameter, group)
+                    updates.append((parameter, direction, group["lr"], shared))
+        for (parameter, direction, lr, _), ratio in zip(
+            updates, self._trust_ratios(updates), strict=True
+        ):
             parameter.addcmul_(direction, (lr * ratio).to(parameter.dtype), value=-1)
 
-    def _trust_ratios(self, squares: Tensor) -> Tensor:
-        """Return |weights| / |direction| of every parameter; 1 if either is 0. Collective.
+    def _direction(
+        self, parameter: torch.Tensor, group: dict[str, Any]
+    ) -> torch.Tensor:
+        first, root = self._moments(parameter, group)
+        return first.div_(root).add_(parameter, alpha=group["weight_decay"])
 
-        `squares`: of both norms, this rank's part (parameters, 2).
-        """
+    def _trust_ratios(
+        self, updates: list[tuple[torch.Tensor, torch.Tensor, float, bool]]
+    ) -> torch.Tensor:
+        """Return |weights| / |direction| of every parameter; 1 if either is 0. Collective."""
+        # Duplicated parameters are equal on all tensor-parallel ranks and count once.
+        first = self.grid.get_model_parallel_rank() == 0
+        pairs = []
+        for parameter, direction, _, shared in updates:
+            pair = torch.stack([squared_norm(parameter), squared_norm(direction)])
+            pairs.append(pair * (shared or first))
+        squares = torch.stack(pairs)
         if self.grid.get_model_parallel_world_size() > 1:
             dist.all_reduce(squares, group=self.grid.get_model_parallel_group())
         weights, directions = squares.sqrt().unbind(dim=1)

@@ -19,7 +19,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,7 +37,6 @@ CUBIC = -4.7750
 QUINTIC = 2.0315
 ITERATIONS = 5
 LEAST_NORM = 1e-7
-Tensors = Sequence[Tensor]
 QKV = ".attention.qkv.weight"  # rows in the order (head, q/k/v, D)
 
 
@@ -119,15 +117,8 @@ class Muon(torch.optim.AdamW):
         key = tuple(map(id, masters))
         if key not in self._rounds:
             self._rounds[key] = self._divide(masters)
-        directions = []
+        directions = [self._direction(master, group["momentum"]) for master in masters]
         for master in masters:
-            gradient = master.grad
-            state = self.state[master]
-            if not state:
-                state["exp_avg"] = torch.zeros_like(master)
-            average = state["exp_avg"].lerp_(gradient, 1 - group["momentum"])
-            # Nesterov's, in the place of the gradient
-            directions.append(gradient.lerp_(average, group["momentum"]))
             master.mul_(1 - group["lr"] * group["weight_decay"])
         for division in self._rounds[key]:
             updates = division.orthogonalised(directions)
@@ -135,18 +126,27 @@ class Muon(torch.optim.AdamW):
                 rate = group["lr"] * adjusted(self.adjust_lr, *matrix.parts)
                 matrix.within(masters).add_(update, alpha=-rate)
 
-    def _divide(self, masters: Tensors) -> list[_Division]:
+    def _direction(self, master: Tensor, momentum: float) -> Tensor:
+        """Bring the momentum up to date; turn the gradient into Nesterov's direction."""
+        gradient = master.grad
+        assert gradient is not None
+        state = self.state[master]
+        if not state:
+            state["exp_avg"] = torch.zeros_like(master)
+        average = state["exp_avg"].lerp_(gradient, 1 - momentum)
+        return gradient.lerp_(average, momentum)
+
+    def _divide(self, masters: Sequence[Tensor]) -> list[_Division]:
         """Give the matrices of these buffers to the ranks of this pipeline stage, in rounds. Collective."""
         located = {}
         for number, master in enumerate(masters):
-            for piece in self._fragments[id(master)]:
-                located[id(piece.parameter)] = (number, piece)
+            for parameter, _, offset, elements in self._fragments[id(master)]:
+                located[id(parameter)] = (number, offset, elements)
         matrices = []
         for parameter in self.matrices:
-            nothing_here = (0, Fragment(parameter, 0, 0, 0))
-            place = located.get(id(parameter), nothing_here)
-            matrices.append(_Matrix(self.heads, *place))
-        counts = [matrix.piece.elements for matrix in matrices]
+            place = located.get(id(parameter), (0, 0, 0))
+            matrices.append(_Matrix(parameter, self.heads, *place))
+        counts = [matrix.elements for matrix in matrices]
         own = torch.tensor(counts, device=masters[0].device)
         table = [own]
         if self.grid.dp > 1:
@@ -210,11 +210,18 @@ def _local_shape(parameter: torch.nn.Parameter) -> torch.Size:
 class _Matrix:
     """A hidden matrix, and this data-parallel rank's piece of its tensor-parallel slice."""
 
-    def __init__(self, heads: int, buffer: int, piece: Fragment) -> None:
-        """`buffer`: the number of that one of the master weights in which the piece lies."""
+    def __init__(
+        self,
+        parameter: torch.nn.Parameter,
+        heads: int,
+        buffer: int,
+        offset: int,
+        elements: int,
+    ) -> None:
+        """`buffer`, `offset`, `elements`: where the piece lies among the master weights."""
         self.buffer = buffer
-        self.piece = piece
-        parameter = piece.parameter
+        self.offset = offset
+        self.elements = elements
         self.local_shape = _local_shape(parameter)
         self.local_size = math.prod(self.local_shape)
         shard = shard_of(parameter)
@@ -237,16 +244,17 @@ class _Matrix:
         small, large = sorted(self.parts)
         return (3 if self.heads else 1) * small**2 * (2 * large + small)
 
-    def within(self, buffers: Tensors) -> Tensor:
+    def within(self, buffers: Sequence[Tensor]) -> Tensor:
         """Return this rank's piece, flat."""
-        return self.piece.within(buffers[self.buffer])
+        flat = buffers[self.buffer].view(-1)
+        return flat[self.offset : self.offset + self.elements]
 
-    def joined(self, slices: Tensors) -> Tensor:
+    def joined(self, slices: Sequence[Tensor]) -> Tensor:
         """Return the whole matrix of the flat slices of all tensor-parallel ranks."""
         views = [each.view(self.local_shape) for each in slices if each.numel()]
         return views[0] if len(views) == 1 else torch.cat(views, dim=self.cut or 0)
 
-    def slices(self, matrix: Tensor, ranks: int) -> Tensors:
+    def slices(self, matrix: Tensor, ranks: int) -> Sequence[Tensor]:
         """Return the slice of each tensor-parallel rank."""
         return [matrix] * ranks if self.cut is None else matrix.chunk(ranks, self.cut)
 
@@ -294,12 +302,12 @@ class _Division:
             grid.tensor_group, of_tensor, slices, whole, nothing
         )
 
-    def orthogonalised(self, buffers: Tensors) -> list[Tensor]:
+    def orthogonalised(self, buffers: Sequence[Tensor]) -> list[Tensor]:
         """Return this rank's pieces of the orthogonalised matrices in flat `buffers`. Collective."""
         updates = self._updates(buffers)
         slices = self.over_tensor.give_back(updates)
         del updates
-        pieces: list[Tensors] = []
+        pieces: list[Sequence[Tensor]] = []
         for number, slice_ in zip(self.over_data.own, slices, strict=True):
             counts = self.over_data.held[:, number].tolist()
             # Under ZeRO-0 every rank holds the whole slice.
@@ -307,7 +315,7 @@ class _Division:
             pieces.append([slice_] * len(counts) if copied else slice_.split(counts))
         return self.over_data.give_back(pieces)
 
-    def _updates(self, buffers: Tensors) -> list[Tensors]:
+    def _updates(self, buffers: Sequence[Tensor]) -> list[Sequence[Tensor]]:
         """Return the slices of the matrices that this rank orthogonalises. Collective."""
         dtype = self.over_data.nothing.dtype
         collected = self.over_data.collect(
@@ -349,32 +357,35 @@ def in_rounds(loads: Tensor, most: int) -> list[list[int]]:
     return rounds
 
 
-@dataclass
 class _Exchange:
-    """Tensors whose flat pieces lie on the ranks of a group, brought to one rank each, and back.
+    """Tensors whose flat pieces lie on the ranks of a group, brought to one rank each, and back."""
 
-    Attributes:
-        owners: the rank that gets each tensor.
-        held: elements of each tensor on each rank (ranks, tensors), in whose order they follow each other.
-        whole: whether the owner of each tensor holds all of it already, as other ranks may, too.
-        nothing: an empty tensor of their type and device.
-    """
+    def __init__(
+        self,
+        group: Group,
+        owners: Sequence[int],
+        held: Tensor,
+        whole: Tensor,
+        nothing: Tensor,
+    ) -> None:
+        """Take note of the pieces.
 
-    group: Group
-    owners: Sequence[int]
-    held: Tensor
-    whole: Tensor
-    nothing: Tensor
+        Args:
+            owners: the rank that gets each tensor.
+            held: elements of each tensor on each rank (ranks, tensors), in whose order they follow each other.
+            whole: whether the owner of each tensor holds all of it already, as other ranks may, too.
+            nothing: an empty tensor of their type and device.
+        """
+        self.group = group
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.owners = owners
+        self.held = held
+        self.nothing = nothing
+        self.own = [item for item, owner in enumerate(owners) if owner == self.rank]
+        elsewhere = torch.arange(len(held))[:, None] != torch.tensor(owners)
+        self.sent = held.masked_fill(whole & elsewhere, 0)
 
-    def __post_init__(self) -> None:
-        self.rank = 0 if self.group is None else dist.get_rank(self.group)
-        every = enumerate(self.owners)
-        self.own = [item for item, owner in every if owner == self.rank]
-        ranks = torch.arange(len(self.held))[:, None]
-        elsewhere = ranks != torch.tensor(self.owners)
-        self.sent = self.held.masked_fill(self.whole & elsewhere, 0)
-
-    def collect(self, pieces: Tensors) -> list[tuple[Tensor, ...]]:
+    def collect(self, pieces: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
         """Return all pieces of this rank's tensors, given its piece of every tensor. Collective."""
         outgoing: list[list[Tensor]] = [[] for _ in self.held]
         counts = self.sent[self.rank].tolist()
@@ -383,7 +394,7 @@ class _Exchange:
         expected = self.sent[:, self.own].tolist()
         return list(zip(*self._swapped(outgoing, expected), strict=True))
 
-    def give_back(self, tensors: Sequence[Tensors]) -> list[Tensor]:
+    def give_back(self, tensors: Sequence[Sequence[Tensor]]) -> list[Tensor]:
         """Return this rank's piece of every tensor, given all pieces of its own tensors. Collective."""
         outgoing: list[list[Tensor]] = [[] for _ in self.held]
         for pieces in tensors:

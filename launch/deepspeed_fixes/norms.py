@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.utils import is_model_parallel_parameter
-from torch import Tensor
-from torch.nn import Parameter
 
 BLOCK = 512  # elements; float32 adds up so many squares without loss
 
@@ -19,7 +17,9 @@ def norm_dtype() -> torch.dtype:
     return torch.float32 if apples else torch.float64
 
 
-def sum_of_squares(counted: Sequence[Tensor], others: Sequence[Tensor] = ()) -> Tensor:
+def sum_of_squares(
+    counted: Sequence[torch.Tensor], others: Sequence[torch.Tensor] = ()
+) -> torch.Tensor:
     """Add up the squares of all elements of `counted`; a scalar in float64, where the device has it.
 
     `others` add nothing, but make the sum NaN where they hold an infinity: copies of what another rank
@@ -42,7 +42,7 @@ def sum_of_squares(counted: Sequence[Tensor], others: Sequence[Tensor] = ()) -> 
     return total
 
 
-def counts_here(parameter: Parameter, tensor_rank: int) -> bool:
+def counts_here(parameter: torch.nn.Parameter, tensor_rank: int) -> bool:
     """Check whether a parameter counts in this rank's part of the norm: duplicated ones count once."""
     if getattr(parameter, "ds_pipe_replicated", False):  # a tied copy on a later stage
         return False
@@ -50,17 +50,17 @@ def counts_here(parameter: Parameter, tensor_rank: int) -> bool:
 
 
 def by_count(
-    tensors: Iterable[tuple[Parameter, Tensor | None]], tensor_rank: int
-) -> tuple[list[Tensor], list[Tensor]]:
+    tensors: Iterable[tuple[torch.nn.Parameter, torch.Tensor | None]], tensor_rank: int
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the tensors that there are of parameters: of those that count here, and of the others."""
-    kinds: tuple[list[Tensor], list[Tensor]] = ([], [])
+    kinds: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
     for parameter, tensor in tensors:
         if tensor is not None:
             kinds[not counts_here(parameter, tensor_rank)].append(tensor)
     return kinds
 
 
-def squared_norm(gradient: Tensor) -> Tensor:
+def squared_norm(gradient: torch.Tensor) -> torch.Tensor:
     """Add up squares: blocks of 512 in float32, several times as fast on a CPU, and the blocks in float64."""
     flat = gradient.flatten()
     blocks = flat.numel() // BLOCK
@@ -71,7 +71,7 @@ def squared_norm(gradient: Tensor) -> Tensor:
     norms = torch.cat(
         [torch.linalg.vector_norm(part, dim=1, dtype=torch.float32) for part in parts]
     )
-    norm: Tensor = torch.linalg.vector_norm(norms, dtype=norm_dtype())
+    norm: torch.Tensor = torch.linalg.vector_norm(norms, dtype=norm_dtype())
     return norm.square()
 
 
@@ -86,7 +86,7 @@ def divisor_of(scaled_norm: float, scale: float, largest: float) -> float:
 
 
 def divide(
-    optimizer: torch.optim.Optimizer, gradients: Sequence[Tensor], divisor: float
+    optimizer: torch.optim.Optimizer, gradients: Sequence[torch.Tensor], divisor: float
 ) -> None:
     """Divide the gradients of the optimizer's next step; torch's fused AdamW does it as it reads them."""
     fused = bool(optimizer.defaults.get("fused"))

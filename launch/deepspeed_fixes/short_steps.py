@@ -27,7 +27,7 @@ Releases before 0.19.8 have other methods in ZeRO's optimizers, and keep them (`
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -44,8 +44,6 @@ from deepspeed.runtime.zero.partition_parameters import (
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
-from torch import Tensor
-from torch.nn import Parameter
 
 from launch.deepspeed_fixes import versions
 from launch.deepspeed_fixes.norms import (
@@ -66,17 +64,17 @@ class Fragment(NamedTuple):
     `parameter`: this rank's tensor-parallel slice.
     """
 
-    parameter: Parameter
+    parameter: torch.nn.Parameter
     first: int
     offset: int
     elements: int
 
-    def within(self, partition: Tensor) -> Tensor:
+    def within(self, partition: torch.Tensor) -> torch.Tensor:
         """Return these elements of a partition's tensor, flat."""
         return partition.view(-1)[self.offset : self.offset + self.elements]
 
 
-def fragments_of(group: Sequence[Parameter]) -> list[Fragment]:
+def fragments_of(group: Sequence[torch.nn.Parameter]) -> list[Fragment]:
     """List what lies of a group's parameters in this rank's flat partition under ZeRO 1 and 2."""
     fragments = []
     for parameter in group:
@@ -124,39 +122,45 @@ def shorten_step(engine: DeepSpeedEngine) -> str | None:
 class _Partitions:
     """This rank's flat fp32 partition of each group of parameters, and where gradients lie in it."""
 
-    dp_process_group: dist.ProcessGroup
-
     def find_places(
-        self, groups: Sequence[Sequence[Parameter]], tensor_rank: int
+        self,
+        groups: Sequence[Sequence[torch.nn.Parameter]],
+        dp_group: dist.ProcessGroup,
+        tensor_rank: int,
     ) -> None:
         """Find the place of each gradient, once the optimizer is built."""
-        self._alone = dist.get_world_size(self.dp_process_group) == 1
+        self._alone = dist.get_world_size(dp_group) == 1
         self._places = []
-        self._runs = []
+        # Runs of neighbouring places of each group: those that count in the norm, and the others.
+        self._runs: list[tuple[Runs, Runs]] = []
         for group in groups:
             places = {each.parameter: each for each in fragments_of(group)}
             self._places.append(places)
-            # Of neighbouring places: those that count in the norm, and the others.
-            kinds: tuple[Runs, Runs] = ([], [])
-            for parameter, _, offset, elements in places.values():
-                runs = kinds[not counts_here(parameter, tensor_rank)]
-                start = runs.pop()[0] if runs and runs[-1][1] == offset else offset
-                runs.append((start, offset + elements))
-            self._runs.append(kinds)
+            self._runs.append(_find_runs(places.values(), tensor_rank))
 
     def norm_over_ranks(
-        self, gradients: Sequence[Tensor], tensor_group: dist.ProcessGroup | None
-    ) -> Tensor:
-        """Return the L2 norm of the whole model's gradient. Collective."""
-        kinds: tuple[list[Tensor], list[Tensor]] = ([], [])
+        self, gradients: Sequence[torch.Tensor], *groups: dist.ProcessGroup | None
+    ) -> torch.Tensor:
+        """Return the L2 norm of the whole model's gradient, which lies on the ranks of some groups."""
+        kinds: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         for gradient, both in zip(gradients, self._runs, strict=True):
             for parts, runs in zip(kinds, both, strict=True):
                 parts += [gradient[start:end] for start, end in runs]
         total = sum_of_squares(*kinds)
-        for group in (self.dp_process_group, tensor_group):
+        for group in groups:
             if group is not None and dist.get_world_size(group) > 1:
                 dist.all_reduce(total, group=group)
         return total.sqrt().float()
+
+
+def _find_runs(places: Iterable[Fragment], tensor_rank: int) -> tuple[Runs, Runs]:
+    """Return start and end of neighbouring places: those that count in the norm, and the others."""
+    kinds: tuple[Runs, Runs] = ([], [])
+    for parameter, _, offset, elements in places:
+        runs = kinds[not counts_here(parameter, tensor_rank)]
+        start = runs.pop()[0] if runs and runs[-1][1] == offset else offset
+        runs.append((start, offset + elements))
+    return kinds
 
 
 class OrderedEnd:
@@ -182,8 +186,10 @@ class FlatStep(_Partitions, OrderedEnd, DeepSpeedZeroOptimizer):  # type: ignore
     """ZeRO 1 and 2 with one copy of each gradient, one norm, and nothing over a group of one."""
 
     def begin(self) -> None:
-        self.find_places(self.bit16_groups, self.model_parallel_rank)
-        self._taken: set[Parameter] = set()  # with a gradient in this step
+        self.find_places(
+            self.bit16_groups, self.dp_process_group, self.model_parallel_rank
+        )
+        self._taken: set[torch.nn.Parameter] = set()  # with a gradient in this step
 
     def _use_compact_grad_partition_buffer(self, group_idx: int) -> bool:
         """Say whether reduced gradients go to DeepSpeed's own fp32 sums (DeepSpeed calls this)."""
@@ -197,7 +203,7 @@ class FlatStep(_Partitions, OrderedEnd, DeepSpeedZeroOptimizer):  # type: ignore
             super().setup_buckets()
 
     def reduce_independent_p_g_buckets_and_remove_grads(
-        self, param: Parameter, i: int
+        self, param: torch.nn.Parameter, i: int
     ) -> None:
         """Take the gradient at once on a single rank (DeepSpeed calls this when it is whole)."""
         if not self._alone:
@@ -207,7 +213,7 @@ class FlatStep(_Partitions, OrderedEnd, DeepSpeedZeroOptimizer):  # type: ignore
 
     @torch.no_grad()
     def copy_grads_in_partition(
-        self, param: Parameter, group_idx: int | None = None
+        self, param: torch.nn.Parameter, group_idx: int | None = None
     ) -> None:
         """Move a reduced gradient into the partition's, or add it there (DeepSpeed calls this)."""
         assert group_idx is not None and param.grad is not None
@@ -222,9 +228,9 @@ class FlatStep(_Partitions, OrderedEnd, DeepSpeedZeroOptimizer):  # type: ignore
             self._taken.add(param)
         param.grad = None
 
-    def _gradient(self, group: int) -> Tensor:
+    def _gradient(self, group: int) -> torch.Tensor:
         """Return the flat fp32 gradient of this rank's partition; its padding is zero."""
-        master: Tensor = self.single_partition_of_fp32_groups[group]
+        master: torch.Tensor = self.single_partition_of_fp32_groups[group]
         if master.grad is None:
             master.grad = torch.empty_like(master)
             master.grad[master.numel() - self.groups_padding[group] :].zero_()
@@ -238,8 +244,8 @@ class FlatStep(_Partitions, OrderedEnd, DeepSpeedZeroOptimizer):  # type: ignore
             self._complete(group)
             gradients.append(self._gradient(group))
         scale = self.loss_scale
-        norm = self.norm_over_ranks(gradients, self.model_parallel_group)
-        scaled_norm = norm.item()  # waits
+        groups = (self.dp_process_group, self.model_parallel_group)
+        scaled_norm = self.norm_over_ranks(gradients, *groups).item()  # waits
         self.overflow = not math.isfinite(scaled_norm) and (
             self.dtype != torch.bfloat16 or self.check_grad_overflow
         )
@@ -302,7 +308,7 @@ class SummedStep(_Partitions, BF16_Optimizer):  # type: ignore[misc]
     def begin(self, engine: DeepSpeedEngine) -> None:
         """Take the reduction of the sums from the engine."""
         tensor_rank = bwc_tensor_model_parallel_rank(mpu=self.mpu)
-        self.find_places(self.bf16_groups, tensor_rank)
+        self.find_places(self.bf16_groups, self.dp_process_group, tensor_rank)
         self._reduces_here = engine.communication_data_type == torch.float32
         if self._alone or self._reduces_here:
             engine.buffered_allreduce_fallback = self.reduce_sums
@@ -321,7 +327,11 @@ class SummedStep(_Partitions, BF16_Optimizer):  # type: ignore[misc]
 
     @torch.no_grad()
     def _update_hp_grad(
-        self, lp: Parameter, group_idx: int, param_idx: int, clear_lp_grads: bool
+        self,
+        lp: torch.nn.Parameter,
+        group_idx: int,
+        param_idx: int,
+        clear_lp_grads: bool,
     ) -> None:
         """Begin or continue the sum of a parameter's gradients (DeepSpeed calls this after a micro-batch)."""
         if lp.grad is None:
@@ -336,7 +346,9 @@ class SummedStep(_Partitions, BF16_Optimizer):  # type: ignore[misc]
         lp._hp_grad = total  # type: ignore[attr-defined]
         begun[param_idx] = True
 
-    def get_grads_for_reduction(self) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+    def get_grads_for_reduction(
+        self,
+    ) -> tuple[list[torch.Tensor], dict[str, list[torch.Tensor]]]:
         """Return the flat sums; zeros where no gradient came (DeepSpeed calls this before it reduces)."""
         for sums, came in zip(
             self.fp32_groups_gradients, self.fp32_groups_has_gradients, strict=True
@@ -362,7 +374,7 @@ class SummedStep(_Partitions, BF16_Optimizer):  # type: ignore[misc]
         ranks = dist.get_world_size(self.dp_process_group) if self._reduces_here else 1
         tensor_group = None if self.mpu is None else self.mpu.get_model_parallel_group()
         # of the sum; waits
-        norm = self.norm_over_ranks(sums, tensor_group).item()
+        norm = self.norm_over_ranks(sums, self.dp_process_group, tensor_group).item()
         self.overflow = not math.isfinite(norm)
         self._global_grad_norm = math.inf if self.overflow else norm / ranks
         if not self.overflow:
@@ -383,7 +395,7 @@ class OffloadedStep(OrderedEnd, DeepSpeedZeroOptimizer):  # type: ignore[misc]
     def check_overflow(self, partition_gradients: bool = True) -> None:
         """Leave overflow to the norm (DeepSpeed calls this before it)."""
 
-    def update_offload_overflow_tracker(self, grad: Tensor) -> None:
+    def update_offload_overflow_tracker(self, grad: torch.Tensor) -> None:
         """Leave overflow to the norm (DeepSpeed calls this for every gradient)."""
 
     def reset_cpu_buffers(self) -> None:
@@ -392,7 +404,7 @@ class OffloadedStep(OrderedEnd, DeepSpeedZeroOptimizer):  # type: ignore[misc]
         for group in range(len(self.bit16_groups)):
             self.averaged_gradients[group] = None
 
-    def async_accumulate_grad_in_cpu_via_gpu(self, param: Parameter) -> None:
+    def async_accumulate_grad_in_cpu_via_gpu(self, param: torch.nn.Parameter) -> None:
         """Add a gradient to its sum in host memory (DeepSpeed calls this).
 
         A copy from pinned memory waits in its stream for those before it. Else the host waits for them.
@@ -404,7 +416,7 @@ class OffloadedStep(OrderedEnd, DeepSpeedZeroOptimizer):  # type: ignore[misc]
             self._pending_offload_events.clear()
         super().async_accumulate_grad_in_cpu_via_gpu(param)
 
-    def set_norm_for_param_grad_in_gpu(self, param: Parameter) -> None:
+    def set_norm_for_param_grad_in_gpu(self, param: torch.nn.Parameter) -> None:
         """Keep a gradient's norm on the device (DeepSpeed calls this)."""
         number = self.get_param_id(param)
         gradient = self.get_param_gradient_attribute(param)
@@ -414,8 +426,8 @@ class OffloadedStep(OrderedEnd, DeepSpeedZeroOptimizer):  # type: ignore[misc]
         ).sqrt()
 
     def complete_grad_norm_calculation_for_cpu_offload(
-        self, params: Sequence[Parameter]
-    ) -> Tensor:
+        self, params: Sequence[torch.nn.Parameter]
+    ) -> torch.Tensor:
         """Return the norm of a group's gradients over all ranks (DeepSpeed calls this)."""
         found = self.norm_for_param_grads
         norms_of = ((p, found.get(self.get_param_id(p))) for p in params)
@@ -436,16 +448,18 @@ class ShardedStep(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     def check_overflow(self, partition_gradients: bool = True) -> None:
         """Leave overflow to the norm (DeepSpeed calls this before it)."""
 
-    def _constant_buffered_norm2(self, input: Tensor, buffer_size: int = 0) -> Tensor:
+    def _constant_buffered_norm2(
+        self, input: torch.Tensor, buffer_size: int = 0
+    ) -> torch.Tensor:
         """Return the norm of one gradient (DeepSpeed calls this for offloaded ones)."""
         return sum_of_squares([input]).sqrt()
 
     def get_grad_norm_direct(
         self,
-        gradients: Sequence[Tensor],
-        params: Sequence[Parameter],
+        gradients: Sequence[torch.Tensor],
+        params: Sequence[torch.nn.Parameter],
         norm_type: float = 2,
-    ) -> Tensor:
+    ) -> torch.Tensor:
         """Return the norm of a sub-group's gradients over all ranks (DeepSpeed calls this)."""
         pairs = zip(params, gradients, strict=True)
         total = sum_of_squares(*by_count(pairs, self.model_parallel_rank))
@@ -454,7 +468,9 @@ class ShardedStep(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         return total.sqrt().float()
 
     @torch.no_grad()
-    def reduce_independent_p_g_buckets_and_remove_grads(self, param: Parameter) -> None:
+    def reduce_independent_p_g_buckets_and_remove_grads(
+        self, param: torch.nn.Parameter
+    ) -> None:
         """Take the gradient at once on a single rank (DeepSpeed calls this when it is whole)."""
         if dist.get_world_size(self._get_param_partition_group(param)) > 1:
             super().reduce_independent_p_g_buckets_and_remove_grads(param)

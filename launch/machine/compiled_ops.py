@@ -133,14 +133,9 @@ def environment_key() -> str:
 
 def build(op: str, say: Say = print) -> None:
     """Load `op`, and compile it first if needed. Raises CompileError."""
-    from deepspeed.git_version_info import accelerator_name, installed_ops
-
     builder = get_accelerator().create_op_builder(op)
-    if builder is None:
+    if builder is None or _installed(builder.name):
         return  # DeepSpeed itself judges an accelerator without this op
-    # DeepSpeed was installed with this op compiled (DS_BUILD_OPS=1)
-    if installed_ops.get(builder.name) and accelerator_name == get_accelerator()._name:
-        return
     try:
         directory = Path(_get_build_directory(builder.name, False))
         with locked(directory / BUILT, f"DeepSpeed's {builder.name}", say) as held:
@@ -167,6 +162,13 @@ def _load_built(builder: Any, directory: Path) -> bool:
         with contextlib.suppress(ImportError, OSError):  # damaged: it is compiled again
             loaded[name] = _import_module_from_library(name, str(directory), True)
     return name in loaded
+
+
+def _installed(name: str) -> bool:
+    """Check whether DeepSpeed was installed with this op compiled (DS_BUILD_OPS=1)."""
+    from deepspeed.git_version_info import accelerator_name, installed_ops
+
+    return bool(installed_ops.get(name)) and accelerator_name == get_accelerator()._name
 
 
 def _explanation(name: str, error: Exception, way_round: str) -> str:

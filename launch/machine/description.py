@@ -99,23 +99,23 @@ def git_state(repository: Path) -> dict[str, Any] | None:
     """
     git = ("git", "-C", str(repository))
     top, _, commit = (
-        output(*git, "rev-parse", "--show-toplevel", "HEAD") or ""
+        _output(*git, "rev-parse", "--show-toplevel", "HEAD") or ""
     ).rpartition("\n")
     if not top or Path(top).resolve() != repository.resolve():
         return None
-    status = output(*git, "status", "--porcelain")
+    status = _output(*git, "status", "--porcelain")
     return {"commit": commit, "dirty": None if status is None else bool(status)}
 
 
 def driver() -> str | None:
     """Return the version of NVIDIA's driver."""
-    told = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    told = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return told.splitlines()[0] if told else None
 
 
 def links() -> list[str] | None:
     """Return the kinds of links between this node's GPUs, in nvidia-smi's words: NV12, PIX, SYS."""
-    told = output("nvidia-smi", "topo", "-m")
+    told = _output("nvidia-smi", "topo", "-m")
     rows = [
         line
         for line in (told or "").splitlines()
@@ -149,7 +149,7 @@ def cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def output(*command: str) -> str | None:
+def _output(*command: str) -> str | None:
     """Return a program's output; None if it fails, hangs or is missing: a run never depends on it."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10)

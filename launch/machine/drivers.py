@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import subprocess
 from pathlib import Path
 
 from launch.machine import description
@@ -49,9 +50,9 @@ def no_gpu() -> Check:
     import torch
 
     why = "cannot use it (driver?)" if torch.version.cuda else "is a build for CPUs"
+    fix = "install a CUDA build of torch, or hide them with CUDA_VISIBLE_DEVICES="
     return warning(
-        f"{came}, though there is /dev/nvidia0: torch {torch.__version__} {why}",
-        "install a CUDA build of torch, or hide them with CUDA_VISIBLE_DEVICES=",
+        f"{came}, though there is /dev/nvidia0: torch {torch.__version__} {why}", fix
     )
 
 
@@ -60,10 +61,8 @@ def compiler() -> Check:
     missing = description.missing_for_compiling()
     if missing:
         slower = "torch's optimizer takes the place of DeepSpeed's compiled one, slower"
-        return warning(
-            f"no {', '.join(missing)}: {slower}",
-            "apt-get install g++ ninja-build python3-dev (Debian, Ubuntu)",
-        )
+        fix = "apt-get install g++ ninja-build python3-dev (Debian, Ubuntu)"
+        return warning(f"no {', '.join(missing)}: {slower}", fix)
     return ok(f"{shutil.which(os.environ.get('CXX', 'c++'))}, ninja, Python's headers")
 
 
@@ -99,8 +98,9 @@ def cuda_compiler() -> Check:
         )
     if release.split(".")[0] == wanted.split(".")[0]:
         return ok(f"nvcc {release}; torch has CUDA {wanted}")
+    came = f"nvcc {release}, and torch has CUDA {wanted}: DeepSpeed's CUDA ops need the same major version"
     return failed(
-        f"nvcc {release}, and torch has CUDA {wanted}: DeepSpeed's CUDA ops need the same major version",
+        came,
         f"set CUDA_HOME to a CUDA toolkit {wanted}, or install torch for CUDA {release}",
     )
 
@@ -116,6 +116,12 @@ def nvcc_version() -> str | None:
     """Return the version of torch's and DeepSpeed's nvcc, such as 12.6; None: there is none."""
     from torch.utils.cpp_extension import CUDA_HOME
 
-    said = description.output(str(Path(CUDA_HOME or "", "bin", "nvcc")), "--version")
-    named = re.search(r"release (\d+\.\d+)", said or "")
+    try:
+        command = [str(Path(CUDA_HOME or "", "bin", "nvcc")), "--version"]
+        said = subprocess.run(
+            command, capture_output=True, text=True, timeout=10
+        ).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    named = re.search(r"release (\d+\.\d+)", said)
     return named[1] if named else None

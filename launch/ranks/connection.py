@@ -175,60 +175,77 @@ def admit(
 
     `over` says when waiting ends; fewer ranks are returned then.
     """
-    admitted: dict[int, Connection] = {}
-    server.setblocking(False)
     with server, selectors.DefaultSelector() as selector:
+        admission = _Admission(server, selector, token, world)
+        while len(admission.admitted) < world - 1 and not over():
+            admission.hear()
+        admission.turn_all_away()
+    return admission.admitted
+
+
+class _Admission:
+    """The ranks that rank 0 has let in, and those that have not proved the secret yet."""
+
+    def __init__(
+        self,
+        server: socket.socket,
+        selector: selectors.BaseSelector,
+        token: bytes,
+        world: int,
+    ) -> None:
+        server.setblocking(False)
         selector.register(server, selectors.EVENT_READ)
+        self.admitted: dict[int, Connection] = {}
+        self._strangers: dict[socket.socket, _Stranger] = {}  # the oldest first
+        self._server = server
+        self._selector = selector
+        self._token = token
+        self._world = world
 
-        def hear() -> None:
-            """Hear who calls and what strangers say, for a moment."""
-            for event, _ in selector.select(timeout=0.2):
-                if event.data:
-                    proved = _heard(selector, event.data)
-                    if proved and 0 < proved[0] < world:
-                        admitted.setdefault(*proved)
-                    continue
-                for connected in _accepted(server):
-                    stranger = _Stranger(connected, token)
-                    selector.register(connected, selectors.EVENT_READ, stranger)
+    def hear(self) -> None:
+        """Hear who calls and what strangers say, for a moment; turn away who takes too long."""
+        for event, _ in self._selector.select(timeout=0.2):
+            if event.fileobj is self._server:
+                for connected in _accepted(self._server):
+                    self._strangers[connected] = _Stranger(connected, self._token)
+                    self._selector.register(connected, selectors.EVENT_READ)
+                continue
+            stranger = self._strangers.get(event.fileobj)  # type: ignore[call-overload]
+            if stranger is not None:
+                self._listen(stranger)
+        now = time.monotonic()
+        most = MOST_STRANGERS + self._world
+        for stranger in list(self._strangers.values()):
+            if stranger.until < now or len(self._strangers) > most:
+                self._turn_away(stranger)
 
-        while len(admitted) < world - 1 and not over():
-            hear()
-            now = time.monotonic()
-            strangers = _strangers(selector)
-            surplus = len(strangers) - MOST_STRANGERS - world
-            for number, stranger in enumerate(strangers):
-                if stranger.until < now or number < surplus:
-                    _turn_away(selector, stranger)
-        for stranger in _strangers(selector):
-            _turn_away(selector, stranger)
-    return admitted
+    def turn_all_away(self) -> None:
+        for stranger in list(self._strangers.values()):
+            self._turn_away(stranger)
 
+    def _listen(self, stranger: _Stranger) -> None:
+        """Read what a stranger sends; admit its rank once it has proved the secret."""
+        try:
+            proved = stranger.take()
+        except BlockingIOError:
+            return
+        except OSError:
+            self._turn_away(stranger)
+            return
+        if proved is None:
+            return
+        rank, connection = proved
+        self._forget(stranger)
+        if 0 < rank < self._world and rank not in self.admitted:
+            self.admitted[rank] = connection
 
-def _strangers(selector: selectors.BaseSelector) -> list[_Stranger]:
-    """List those that have not proved the secret yet, the oldest first."""
-    return [key.data for key in selector.get_map().values() if key.data]
+    def _turn_away(self, stranger: _Stranger) -> None:
+        self._forget(stranger)
+        stranger.socket.close()
 
-
-def _heard(
-    selector: selectors.BaseSelector, stranger: _Stranger
-) -> tuple[int, Connection] | None:
-    """Read what a stranger sends; return its rank and connection once it has proved the secret."""
-    try:
-        proved = stranger.take()
-    except BlockingIOError:
-        return None
-    except OSError:
-        _turn_away(selector, stranger)
-        return None
-    if proved:
-        selector.unregister(stranger.socket)
-    return proved
-
-
-def _turn_away(selector: selectors.BaseSelector, stranger: _Stranger) -> None:
-    selector.unregister(stranger.socket)
-    stranger.socket.close()
+    def _forget(self, stranger: _Stranger) -> None:
+        del self._strangers[stranger.socket]
+        self._selector.unregister(stranger.socket)
 
 
 def _accepted(server: socket.socket) -> Iterator[socket.socket]:

@@ -185,12 +185,7 @@ def _reach_rank_0(store: Any, places: list[Path]) -> Connection:
         # nobody listens, or another process wrote the door
         with contextlib.suppress(OSError, ValidationError):
             door = DOOR.validate_json(told)
-            if door.known_by == "account":
-                connected = connection.connect_here(door.name)
-            else:
-                connected = socket.create_connection(
-                    (_address(), door.port), timeout=connection.PATIENCE_S
-                )
+            connected = _knock(door)
             try:
                 return connection.prove(connected, rank(), _token(door, places))
             except connection.OtherSecretError:
@@ -199,6 +194,15 @@ def _reach_rank_0(store: Any, places: list[Path]) -> Connection:
                     raise _unknown_secret(door, places) from None
         time.sleep(EVERY_S)
     raise _met_nobody("rank 0 lets it in nowhere")
+
+
+def _knock(door: Door) -> socket.socket:
+    """Connect to the socket of a door. Raises OSError."""
+    if door.known_by == "account":
+        return connection.connect_here(door.name)
+    return socket.create_connection(
+        (_address(), door.port), timeout=connection.PATIENCE_S
+    )
 
 
 def _token(door: Door, places: list[Path]) -> bytes | None:
@@ -228,32 +232,25 @@ def _unknown_secret(door: Door, places: list[Path]) -> ProblemsError:
     who = f"rank {rank()} on {socket.gethostname()}"
     if door.known_by == "file":
         return _no_secret(f"shows {who} the file of rank 0", places)
+    came = f"{who} has another {connection.SECRET} than rank 0, or none"
+    fix = "pass the same on to all ranks, as launch/cluster/ does"
     return ProblemsError.of(
-        connection.SECRET,
-        f"{who} has another {connection.SECRET} than rank 0, or none",
-        "ranks of a launch know one secret",
-        "pass the same on to all ranks, as launch/cluster/ does",
+        connection.SECRET, came, "ranks of a launch know one secret", fix
     )
 
 
 def _no_secret(what: str, places: list[Path]) -> ProblemsError:
+    came = f"none of {', '.join(map(str, places))} {what}"
+    rule = "ranks on several machines prove to each other that they are of one launch by a secret"
     fix = (
         f"set {connection.SECRET} to random text on all ranks (openssl rand -hex 32), or MEGARECIPES_CACHE or "
         "--out to a directory that all machines share, with owners and modes of files"
     )
-    return ProblemsError.of(
-        connection.SECRET,
-        f"none of {', '.join(map(str, places))} {what}",
-        "ranks on several machines prove to each other that they are of one launch by a secret",
-        fix,
-    )
+    return ProblemsError.of(connection.SECRET, came, rule, fix)
 
 
 def _met_nobody(rule: str) -> ProblemsError:
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    return ProblemsError.of(
-        "MASTER_ADDR",
-        f"rank {rank()} on {socket.gethostname()} met not all other ranks at {where}",
-        rule,
-        "check that every machine was started, and reaches that address",
-    )
+    came = f"rank {rank()} on {socket.gethostname()} met not all other ranks at {where}"
+    fix = "check that every machine was started, and reaches that address"
+    return ProblemsError.of("MASTER_ADDR", came, rule, fix)

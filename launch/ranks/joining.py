@@ -60,9 +60,7 @@ def meet(check: Callable[[], None] = lambda: None, out: str | None = None) -> Me
         from launch.ranks.ranks_meeting import RanksMeeting
 
         take_file_handles(0)  # rank 0 has a connection to each rank
-        place = Path(out or "").absolute()
-        above = (each for each in (place, *place.parents) if os.path.isdir(each))
-        meeting = RanksMeeting(next(above))
+        meeting = RanksMeeting(_existing(out))
         take_environment(meeting)
     # each machine has a cache of its own: one that refuses ends the ranks of all
     meeting.all_or_none(keep_compiled_code)
@@ -108,6 +106,12 @@ def order_kernels(tp: int) -> None:
     """
     if tp != 1:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
+def _existing(out: str | None) -> Path:
+    """Return the directory of this name, or the nearest one above it that is there."""
+    place = Path(out or "").absolute()
+    return next(above for above in (place, *place.parents) if os.path.isdir(above))
 
 
 def take_environment(meeting: Meeting) -> None:
@@ -188,12 +192,10 @@ def keep_compiled_code() -> None:
     """
     cache = durable_files.cache_directory()
     if cache.is_dir() and cache.stat().st_mode & stat.S_IWOTH:
-        raise ProblemsError.of(
-            "MEGARECIPES_CACHE",
-            f"cache directory {cache}",
-            "a run executes compiled code from there, and every account may write it",
-            f"chmod o-w {cache}, or set MEGARECIPES_CACHE to another directory",
-        )
+        rule = "a run executes compiled code from there, and every account may write it"
+        fix = f"chmod o-w {cache}, or set MEGARECIPES_CACHE to another directory"
+        came = f"cache directory {cache}"
+        raise ProblemsError.of("MEGARECIPES_CACHE", came, rule, fix)
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "compiled_code"))
 
 
@@ -246,17 +248,19 @@ def end_with_launcher() -> None:
     grandparent = (
         parent_of(parent) if "deepspeed.launcher.launch" in command_of(parent) else None
     )
+    threading.Thread(
+        target=_look_for_parents, args=(parent, grandparent), daemon=True
+    ).start()
 
-    def look() -> None:
-        while os.getppid() == parent and (
-            grandparent is None or parent_of(parent) == grandparent
-        ):
-            time.sleep(LOOK_EVERY_S)
-        with contextlib.suppress(OSError):  # the screen may be gone with the launcher
-            terminal.say("the launcher has ended: so does this rank", sys.stderr)
-        os.kill(os.getpid(), signal.SIGTERM)
 
-    threading.Thread(target=look, daemon=True).start()
+def _look_for_parents(parent: int, grandparent: int | None) -> None:
+    while os.getppid() == parent and (
+        grandparent is None or parent_of(parent) == grandparent
+    ):
+        time.sleep(LOOK_EVERY_S)
+    with contextlib.suppress(OSError):  # the screen may be gone with the launcher
+        terminal.say("the launcher has ended: so does this rank", sys.stderr)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def command_of(pid: int) -> str:

@@ -15,6 +15,7 @@ import selectors
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import timedelta
@@ -32,7 +33,6 @@ from launch.ranks.processes import TIMEOUT, rank, world_size
 from recipes.problems import ProblemsError
 
 T = TypeVar("T")
-Source = tuple[str, int]  # of a value: the name of its exchange, and the rank
 SAY_AFTER_S = 20.0  # that others are awaited
 MAKING = timedelta(days=2)  # the longest work of rank 0 in `once`
 # before a death is reported: meanwhile this rank may notice it, or a launcher end this rank
@@ -69,8 +69,8 @@ class RanksMeeting(Meeting):
         self._exchanges = 0
         self._handed = 0
         self._connections: dict[int, Connection] = {}
-
-        self._heard: dict[Source, Any] = {}
+        # by name of the exchange, and rank
+        self._heard: dict[tuple[str, int], Any] = {}
         self._left: set[int] = set()  # ranks that end in order
         self._over = False
         self._changed = threading.Condition()
@@ -174,10 +174,12 @@ class RanksMeeting(Meeting):
             with contextlib.suppress(OSError):
                 self._connections[other].send(text)
 
-    def _hear(self, wanted: list[Source], patience: timedelta) -> tuple[Source, Any]:
+    def _hear(
+        self, wanted: list[tuple[str, int]], patience: timedelta
+    ) -> tuple[tuple[str, int], Any]:
         """Wait for the first of the values, of an exchange from a rank. Raises ProblemsError: none came."""
 
-        def arrived() -> list[Source]:
+        def arrived() -> list[tuple[str, int]]:
             return [each for each in wanted if each in self._heard]
 
         self._wait(lambda: bool(arrived()), patience.total_seconds())
@@ -185,12 +187,9 @@ class RanksMeeting(Meeting):
             for each in arrived():
                 return each, self._heard.pop(each)
         silent = wanted[0][1]
-        raise ProblemsError.of(
-            "RANK",
-            f"{self.places.get(silent, f'rank {silent}')} has told nothing for {patience}",
-            "ranks start together",
-            "what it printed last, or its machine, tells why; start again",
-        )
+        came = f"{self.places.get(silent, f'rank {silent}')} has told nothing for {patience}"
+        fix = "what it printed last, or its machine, tells why; start again"
+        raise ProblemsError.of("RANK", came, "ranks start together", fix)
 
     def _wait(self, there: Callable[[], bool], seconds: float) -> bool:
         with self._changed:
@@ -235,9 +234,7 @@ class RanksMeeting(Meeting):
                         messages = self._connections[other].take()
                     except OSError:
                         selector.unregister(event.fileobj)
-                        end = threading.Timer(SETTLE_S, self._end_after_death, [other])
-                        end.daemon = True
-                        end.start()
+                        self._notice_end(other)
                         continue
                     for message in messages:
                         self._receive(other, message)
@@ -258,9 +255,16 @@ class RanksMeeting(Meeting):
                 self._heard[message.key, other] = message.value
             self._changed.notify_all()
 
+    def _notice_end(self, other: int) -> None:
+        """End this rank after the death of another one, unless that one, or this one, ends in order."""
+        if other not in self._left and not self._over:
+            threading.Thread(
+                target=self._end_after_death, args=(other,), daemon=True
+            ).start()
+
     def _end_after_death(self, other: int) -> None:
-        """End this rank after another one, unless that one, or this one, ends in order."""
-        if self._over or other in self._left:
+        time.sleep(SETTLE_S)
+        if self._over:
             return
         if other != 0 or rank() == 1:
             who = self.places.get(other, f"rank {other}")

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from modeling.parallel.process_grid import Group
 
@@ -29,7 +28,7 @@ from modeling.parallel.process_grid import Group
 _ops = torch.ops._c10d_functional
 
 
-def begin_sum(x: Tensor, group: ProcessGroup) -> Tensor:
+def begin_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Begin to add up a contiguous `x` over the ranks and overwrite it; `wait_for` returns the sum."""
     # A traced graph changes nothing in place; the compiler may, if the value has no other use.
     op = _ops.all_reduce if torch.compiler.is_compiling() else _ops.all_reduce_
@@ -41,32 +40,32 @@ def wait_for(begun: Tensor) -> Tensor:
     return _ops.wait_tensor(begun)  # type: ignore[no-any-return]
 
 
-def reduced(x: Tensor, operation: str, group: ProcessGroup) -> Tensor:
-    """Return the "sum" or "max" of `x` over the ranks and leave `x` as it is."""
-    return wait_for(_ops.all_reduce(x.contiguous(), operation, group.group_name))
+def _sum_of_copy(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum of `x` over the ranks and leave `x` as it is."""
+    return wait_for(_ops.all_reduce(x.contiguous(), "sum", group.group_name))
 
 
-def begin_gather(x: Tensor, group: ProcessGroup) -> Tensor:
+def begin_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Begin to collect (B, S/t, ...) of every rank as (t B, S/t, ...)."""
     return _ops.all_gather_into_tensor(  # type: ignore[no-any-return]
         x.contiguous(), dist.get_world_size(group), group.group_name
     )
 
 
-def begin_scattered_sum(x: Tensor, group: ProcessGroup) -> Tensor:
+def begin_scattered_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Begin to add up (t B, S/t, ...) over the ranks; each gets its own (B, S/t, ...) of the sum."""
     return _ops.reduce_scatter_tensor(  # type: ignore[no-any-return]
         x.contiguous(), "sum", dist.get_world_size(group), group.group_name
     )
 
 
-def in_rank_order(x: Tensor, group: ProcessGroup) -> Tensor:
+def in_rank_order(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Reorder (B, S, ...) to (t B, S/t, ...)."""
     cut = torch.unflatten(x, 1, (dist.get_world_size(group), -1))
     return cut.transpose(0, 1).flatten(0, 1)
 
 
-def in_sample_order(x: Tensor, group: ProcessGroup) -> Tensor:
+def in_sample_order(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Reorder (t B, S/t, ...) to (B, S, ...)."""
     cut = torch.unflatten(x, 0, (dist.get_world_size(group), -1))
     return cut.transpose(0, 1).flatten(1, 2)
@@ -90,8 +89,8 @@ def own_rows(tokens: Tensor, first: int, rows: int) -> tuple[Tensor, Tensor]:
 
 class _G(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        return reduced(x, "sum", group)
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return _sum_of_copy(x, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -105,7 +104,7 @@ def reduce_from_tensor_parallel(x: Tensor, group: Group) -> Tensor:
 
 class _GatherPositions(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup, summed: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, summed: bool) -> Tensor:
         ctx.group = group
         ctx.summed = summed
         return in_sample_order(wait_for(begin_gather(x, group)), group)
@@ -122,7 +121,7 @@ class _GatherPositions(torch.autograd.Function):
 
 class _ScatterSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         return wait_for(begin_scattered_sum(x, group))
 
@@ -135,7 +134,7 @@ class _SumGradients(torch.autograd.Function):
     @staticmethod
     # not *parameters: torch.compile would take the first for ctx, as ctx saves no tensor
     def forward(
-        ctx: Any, first: Tensor, second: Tensor | None, group: ProcessGroup
+        ctx: Any, first: Tensor, second: Tensor | None, group: dist.ProcessGroup
     ) -> tuple[Tensor, Tensor | None]:
         ctx.group = group
         return first.view_as(first), None if second is None else second.view_as(second)
@@ -163,7 +162,7 @@ def gather_positions(x: Tensor, group: Group, *, summed: bool) -> Tensor:
     return x if group is None else _GatherPositions.apply(x, group, summed)
 
 
-def scatter_sum(x: Tensor, group: ProcessGroup) -> Tensor:
+def scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Leave a tensor-parallel region: summands (t B, S/t, ...) of every rank -> the sum, (B, S/t, ...)."""
     summed: Tensor = _ScatterSum.apply(x, group)
     return summed

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from modeling import fusing
-from modeling.parallel.collectives import own_rows, reduced
+from modeling.parallel.collectives import own_rows, wait_for
 from modeling.parallel.process_grid import Group
 
 BLOCK_ELEMENTS = 1 << 22  # logits in fp32 at once on a CPU: 16 MiB
@@ -44,12 +44,12 @@ class _CrossEntropy(torch.autograd.Function):
                 blocks[0] if len(blocks) == 1 else torch.cat(blocks, 1)
             )
         else:
-            largest = reduced(logits.amax(-1).float(), "max", group)
+            largest = _reduce_columns(logits.amax(-1).float(), "max", group)
             sums = [
                 fusing.fused(_sums, z, targets[at], largest[at], ctx.first)
                 for at, z in _blocks(logits)
             ]
-            both = reduced(torch.cat(sums, 1), "sum", group)
+            both = _reduce_columns(torch.cat(sums, 1), "sum", group)
             logarithm = both[0].log()
             losses = logarithm - both[1]
         # Saved apart: in their sum, large logits would round off the logarithm.
@@ -129,6 +129,12 @@ def _blocks(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
     yield from (
         (slice(at, at + rows), logits[at : at + rows])
         for at in range(0, len(logits), rows)
+    )
+
+
+def _reduce_columns(x: Tensor, operation: str, group: dist.ProcessGroup) -> Tensor:
+    return wait_for(
+        torch.ops._c10d_functional.all_reduce(x, operation, group.group_name)
     )
 
 

@@ -21,6 +21,46 @@ from recipes.layout import (
 Group = dist.ProcessGroup | None  # of an axis of the grid; None: one rank
 
 
+class _Groups:
+    """This rank's process groups by their ranks, each made once; the world's group exists already.
+
+    Every group is a communicator, which takes memory, and on a large cluster seconds. So a rank makes its own
+    groups only, one of an axis whatever the world's size. All ranks make those of the axes in the same order.
+    """
+
+    def __init__(self, timeout: timedelta | None):
+        self.timeout = timeout
+        self.rank = dist.get_rank()
+        self.world: Any = dist.group.WORLD
+        self.made: dict[tuple[int, ...], Any] = {
+            tuple(range(dist.get_world_size())): self.world
+        }
+
+    def own(self, groups: Sequence[list[int]]) -> Group:
+        """Make this rank's one of disjoint groups; None if it is in none of them. Collective."""
+        own = tuple(next((ranks for ranks in groups if self.rank in ranks), ()))
+        if own not in self.made:
+            # NCCL splits the world's communicator
+            if self.world.bound_device_id is not None:
+                self.made[own] = dist.split_group(
+                    split_ranks=[*groups], timeout=self.timeout
+                )
+            elif own:
+                self.made[own] = dist.new_group(
+                    [*own], self.timeout, use_local_synchronization=True
+                )
+        return self.made.get(own)
+
+    def lent(self, ranks: Iterable[int]) -> Any:
+        """Return the made group of these ranks, or torch's stand-in if this rank is not among them."""
+        ranks = tuple(ranks)
+        return (
+            self.made[ranks]
+            if self.rank in ranks
+            else dist.GroupMember.NON_GROUP_MEMBER
+        )
+
+
 def _getter(path: str) -> Callable[[ProcessGrid], Any]:
     """Return a method that reads the attribute at `path`."""
     return lambda grid: attrgetter(path)(grid)
@@ -28,10 +68,6 @@ def _getter(path: str) -> Callable[[ProcessGrid], Any]:
 
 class ProcessGrid:
     """Process groups of one layout: DeepSpeed's `mpu` object.
-
-    Every group is a communicator, which takes memory, and on a large cluster seconds. So a rank makes its own
-    groups only, each once, one of an axis whatever the world's size. All ranks make those of the axes in the
-    same order.
 
     It lacks `initialize_sequence_parallel`, at whose sight DeepSpeed switches the tensor-parallel norm off.
     """
@@ -48,10 +84,8 @@ class ProcessGrid:
         self.timeout = timeout
         self.rank = dist.get_rank()
         self.at = coordinates(self.rank, tp, dp)
-        self._world: Any = dist.group.WORLD
-        # by their ranks
-        self._made: dict[tuple[int, ...], Any] = {tuple(range(world)): self._world}
-        own = self._own
+        self._groups = _Groups(timeout)
+        own = self._groups.own
         self.tensor_group: Group = own(tensor_groups(tp, pp, dp)) if tp > 1 else None
         self.pipeline_group: Group = (
             own(pipeline_groups(tp, pp, dp)) if pp > 1 else None
@@ -60,30 +94,6 @@ class ProcessGrid:
         self.data_group: Group = own(data_groups(tp, pp, dp))
         # Small messages between hosts' CPUs (stop requests, barriers), on no accelerator's stream.
         self.control_group = dist.new_group(backend="gloo", timeout=timeout)
-
-    def _own(self, groups: Sequence[list[int]]) -> Group:
-        """Make this rank's one of disjoint groups; None if it is in none of them. Collective."""
-        own = tuple(next((ranks for ranks in groups if self.rank in ranks), ()))
-        if own not in self._made:
-            # NCCL splits the world's communicator
-            if self._world.bound_device_id is not None:
-                self._made[own] = dist.split_group(
-                    split_ranks=[*groups], timeout=self.timeout
-                )
-            elif own:
-                self._made[own] = dist.new_group(
-                    [*own], self.timeout, use_local_synchronization=True
-                )
-        return self._made.get(own)
-
-    def _lent(self, ranks: Iterable[int]) -> Any:
-        """Return the made group of these ranks, or torch's stand-in if this rank is not among them."""
-        ranks = tuple(ranks)
-        return (
-            self._made[ranks]
-            if self.rank in ranks
-            else dist.GroupMember.NON_GROUP_MEMBER
-        )
 
     @contextlib.contextmanager
     def lend_groups(self) -> Iterator[None]:
@@ -94,15 +104,15 @@ class ProcessGrid:
         """
         import deepspeed.comm
 
-        self._own(model_groups(self.tp, self.pp, self.dp))
+        self._groups.own(model_groups(self.tp, self.pp, self.dp))
         if self.pp > 1:
             pipelines = pipeline_groups(self.tp, self.pp, self.dp)
-            self._own([[ranks[0], ranks[-1]] for ranks in pipelines])
+            self._groups.own([[ranks[0], ranks[-1]] for ranks in pipelines])
         if self.tp == 1:
             # of DeepSpeed's tensor axis, never used
-            self._made.setdefault((self.rank,), None)
+            self._groups.made.setdefault((self.rank,), None)
         make = deepspeed.comm.new_group
-        deepspeed.comm.new_group = self._lent
+        deepspeed.comm.new_group = self._groups.lent
         try:
             yield
         finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -21,7 +21,6 @@ DIRECTORY = "first-gradients"  # in a run directory
 KIND = MOMENTS[0]
 
 
-@dataclass
 class FirstGradients:
     """Writes the gradient of every parameter, before clipping, after the first optimizer step.
 
@@ -30,12 +29,13 @@ class FirstGradients:
     This works under every ZeRO stage and in the pipeline, which makes backward pass and step in one call.
     """
 
-    run: TrainingRun
+    def __init__(self, run: TrainingRun) -> None:
+        self._run = run
 
     def end(self, error: BaseException | None) -> None: ...
 
     def after_step(self, record: StepRecord) -> None:
-        run = self.run
+        run = self._run
         if run.done != 1:
             return
         grid = run.grid

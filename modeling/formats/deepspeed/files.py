@@ -37,19 +37,16 @@ READERS = {
         "a run goes on with the moments of its optimizer",
     ),
 }
-ByRank = dict[
-    int, dict[int, Path]
-]  # by model-parallel rank, then by data-parallel rank
 UNIVERSAL = "zero"  # directory of a universal checkpoint's tensors
 COPY = "copy the whole directory again, or give an older save"
 
 
 class SaveFiles(NamedTuple):
-    """The files of one save."""
+    """The files of one save, by model-parallel rank, then by data-parallel rank."""
 
     where: Path
-    models: ByRank
-    optimizers: ByRank
+    models: dict[int, dict[int, Path]]
+    optimizers: dict[int, dict[int, Path]]
 
 
 def find(directory: Path) -> SaveFiles:
@@ -99,9 +96,9 @@ def elsewhere(directory: Path, flag: str) -> tuple[str, str, str] | None:
     return instead
 
 
-def _found(where: Path, pattern: re.Pattern[str]) -> ByRank:
-    """Return the files of this pattern."""
-    by_rank: ByRank = {}
+def _found(where: Path, pattern: re.Pattern[str]) -> dict[int, dict[int, Path]]:
+    """Return the files of this pattern by model-parallel and data-parallel rank."""
+    by_rank: dict[int, dict[int, Path]] = {}
     for path in sorted(where.glob("*_states.pt")):
         match = pattern.fullmatch(path.name)
         if match:

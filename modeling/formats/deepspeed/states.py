@@ -26,7 +26,6 @@ WEIGHT = "fp32"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 KINDS = (WEIGHT, *MOMENTS)
 Flat = Mapping[str, Tensor]  # by kind
-Stated = Mapping[str, Any]  # values in a file, by their keys
 ZERO_1 = "save once under DeepSpeed's ZeRO-1"
 # of the engine, in the model's file
 COUNTS = ("global_steps", "skipped_steps", "global_samples")
@@ -68,7 +67,7 @@ class Optimizer(NamedTuple):
     form: str
     parameters: Mapping[str, TheirParameter]
     numbered: Mapping[str, int]
-    bases: Sequence[Stated]
+    bases: Sequence[Mapping[str, Any]]
     scaler: Any
     built: int = 0
     slices: int = 1
@@ -89,14 +88,14 @@ class DeepSpeedState:
     """
 
     where: Path
-    stated: Stated
+    stated: Mapping[str, Any]
     form: str
     parameters: Mapping[str, TheirParameter]
-    groups: Sequence[Stated]
+    groups: Sequence[Mapping[str, Any]]
     numbered: Mapping[str, int]
     module: Mapping[str, Tensor]
     updates: int
-    scaler: Stated
+    scaler: Mapping[str, Any]
     slices: int
 
     @property
@@ -113,7 +112,7 @@ class DeepSpeedState:
         return int(self.stated["global_samples"])
 
     @property
-    def config(self) -> Stated:
+    def config(self) -> Mapping[str, Any]:
         """DeepSpeed's configuration; {} where the engine got it from a file."""
         config = self.stated.get("ds_config")
         return config if isinstance(config, dict) else {}
@@ -133,7 +132,9 @@ def read(directory: Path) -> DeepSpeedState:
     return state_of(where, stated, _joined(files, stated))
 
 
-def state_of(where: Path, stated: Stated, optimizer: Optimizer) -> DeepSpeedState:
+def state_of(
+    where: Path, stated: Mapping[str, Any], optimizer: Optimizer
+) -> DeepSpeedState:
     """Return the state of a run. Raises FileError: its counts contradict each other."""
     scaler = optimizer.scaler or {}
     if isinstance(scaler, StandIn):
@@ -157,7 +158,7 @@ def state_of(where: Path, stated: Stated, optimizer: Optimizer) -> DeepSpeedStat
     )
 
 
-def _tensors(module: Stated) -> dict[str, Tensor]:
+def _tensors(module: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the tensors of a module; Megatron's are nested, and ZeRO-3's are empty."""
     return {
         name: tensor
@@ -166,7 +167,7 @@ def _tensors(module: Stated) -> dict[str, Tensor]:
     }
 
 
-def _updates(where: Path, stated: Stated, optimizer: Optimizer) -> int:
+def _updates(where: Path, stated: Mapping[str, Any], optimizer: Optimizer) -> int:
     """Return the updates that Adam has counted. Raises FileError: they are not those of the steps."""
     counted = set()
     for base in optimizer.bases:
@@ -192,7 +193,7 @@ def _updates(where: Path, stated: Stated, optimizer: Optimizer) -> int:
 # --- partitions of ranks
 
 
-def _joined(files: SaveFiles, stated: Stated) -> Optimizer:
+def _joined(files: SaveFiles, stated: Mapping[str, Any]) -> Optimizer:
     """Join what tensor and pipeline parallel ranks have; of tied tensors the first stage's."""
     where = files.where
     count = stated.get("mp_world_size", 1)
@@ -216,7 +217,7 @@ def _joined(files: SaveFiles, stated: Stated) -> Optimizer:
         return first
     parts: dict[str, list[TheirParameter]] = {}
     numbered: dict[str, int] = {}
-    bases = list[Stated]()
+    bases = list[Mapping[str, Any]]()
     for each in of_ranks:
         bases += each.bases
         numbered |= each.numbered
@@ -242,7 +243,9 @@ def _whole(slices: Sequence[TheirParameter]) -> TheirParameter:
     )
 
 
-def _numbered(groups: Sequence[Stated], buffers: Sequence[Stated]) -> dict[str, int]:
+def _numbered(
+    groups: Sequence[Mapping[str, Any]], buffers: Sequence[Mapping[str, Any]]
+) -> dict[str, int]:
     """Return the group of each parameter in the buffers that Adam numbers; stage 3 may cut one into several."""
     numbers = [n for n, group in enumerate(groups) for _ in group.get("params", ())]
     group_of: dict[str, int] = {}
@@ -253,7 +256,7 @@ def _numbered(groups: Sequence[Stated], buffers: Sequence[Stated]) -> dict[str, 
 
 
 def _partitioned(
-    where: Path, optimizers: Mapping[int, Path], stated: Stated
+    where: Path, optimizers: Mapping[int, Path], stated: Mapping[str, Any]
 ) -> Optimizer:
     """Read ranks by their files."""
     ranks = []
@@ -315,7 +318,8 @@ def _partitioned(
 
 
 def _mapped_pieces(
-    mappings: Sequence[Sequence[Stated]], partitions: Sequence[Sequence[Flat]]
+    mappings: Sequence[Sequence[Mapping[str, Any]]],
+    partitions: Sequence[Sequence[Flat]],
 ) -> Iterator[tuple[str, Piece]]:
     """Yield (name of a parameter, piece) under stages 1 and 2, in the order of the ranks."""
     for groups, flats in zip(mappings, partitions, strict=True):
@@ -325,7 +329,7 @@ def _mapped_pieces(
 
 
 def _equal_pieces(
-    shapes: Sequence[Stated], partitions: Sequence[Sequence[Flat]]
+    shapes: Sequence[Mapping[str, Any]], partitions: Sequence[Sequence[Flat]]
 ) -> Iterator[tuple[str, Piece]]:
     """Yield (name of a parameter, piece) under stage 3, of each in the order of the ranks."""
     ranks = len(partitions)
@@ -375,7 +379,9 @@ def _parameter(
 # --- whole parameters
 
 
-def unpartitioned(where: Path, stated: Stated, form: str = "ZeRO-0") -> Optimizer:
+def unpartitioned(
+    where: Path, stated: Mapping[str, Any], form: str = "ZeRO-0"
+) -> Optimizer:
     """Read stage 0, or torch's own Adam, which numbers its parameters and does not name them.
 
     In fp16 and bf16 it makes an update of zero gradients when it is built. FusedAdam counts the updates in the
@@ -429,14 +435,14 @@ def unpartitioned(where: Path, stated: Stated, form: str = "ZeRO-0") -> Optimize
     return Optimizer(form, parameters, numbered, [base], scaler, built)
 
 
-def _elements(held: Stated) -> int:
+def _elements(held: Mapping[str, Any]) -> int:
     moment = held.get(MOMENTS[0])
     if isinstance(moment, Tensor):
         return moment.numel()
     return 0
 
 
-def _distinct(module: Stated) -> dict[str, Tensor]:
+def _distinct(module: Mapping[str, Any]) -> dict[str, Tensor]:
     """Leave out second names of tied parameters, which lie in one place."""
     by_place: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in _tensors(module).items():

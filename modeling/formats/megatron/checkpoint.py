@@ -55,9 +55,6 @@ BERT_ALONE = ("lm_head.", "pooler.", "binary_head.", "embedding.tokentype_embedd
 # padding rows that are accepted in any case: 128 x 8 slices is common
 SMALLEST_PADDING = 1024
 
-Stated = Mapping[str, Any]  # values in a file, by their keys
-Tensors = Mapping[str, Tensor]  # by their names
-
 
 class Slices(NamedTuple):
     """The tensor ranks' slices of one tensor; `dim`: dimension of the cut, None: each rank has all of it."""
@@ -97,7 +94,7 @@ class MegatronCheckpoint:
     """
 
     where: Path
-    arguments: Stated
+    arguments: Mapping[str, Any]
     version: float
     slices: int
     tensors: Mapping[str, Slices] = field(repr=False)
@@ -126,7 +123,7 @@ class MegatronCheckpoint:
             return shape[dim]
         return None
 
-    def config(self, vocabularies: Sequence[int]) -> Stated:
+    def config(self, vocabularies: Sequence[int]) -> dict[str, Any]:
         """Return the configuration in the keys of `MEGATRON_FORMS`, without what is nowhere stated.
 
         Sizes that the arguments leave out come from the tensors. Only some converters store the number of
@@ -193,7 +190,7 @@ def open_checkpoint(directory: str | Path) -> MegatronCheckpoint:
     files = find(Path(directory))
     problems: list[Problem] = []
     paths = dict.fromkeys([files.stated, *chain.from_iterable(files.stages)])
-    contents: dict[Path, Stated] = {}
+    contents: dict[Path, dict[str, Any]] = {}
     for file in paths:
         try:
             contents[file] = load_dict(file)
@@ -230,7 +227,10 @@ def open_checkpoint(directory: str | Path) -> MegatronCheckpoint:
 
 
 def of_universal(
-    where: Path, stated: Stated, parameters: Tensors, sliced: bool
+    where: Path,
+    stated: Mapping[str, Any],
+    parameters: Mapping[str, Tensor],
+    sliced: bool,
 ) -> MegatronCheckpoint:
     """Return the checkpoint of DeepSpeed with these tensors, whose slices are joined. Raises FileError.
 
@@ -274,7 +274,7 @@ def _has_attention(names: Iterable[object]) -> bool:
     return any(".query_key_value." in str(name) for name in names)
 
 
-def _arguments(where: Path, stated: Stated) -> Stated:
+def _arguments(where: Path, stated: Mapping[str, Any]) -> dict[str, Any]:
     """Return the stored arguments, UNREAD instead of values that are not plain."""
     stored = stated.get("args")
     arguments = stored if isinstance(stored, dict) else getattr(stored, "__dict__", {})
@@ -289,7 +289,7 @@ def _arguments(where: Path, stated: Stated) -> Stated:
     return read
 
 
-def _version(file: Path, stated: Stated) -> float:
+def _version(file: Path, stated: Mapping[str, Any]) -> float:
     """Return the checkpoint's version, by the order of QKV's rows. Raises FileError."""
     version = stated.get("checkpoint_version", 0)
     if _is_neox(stated):
@@ -305,12 +305,12 @@ def _version(file: Path, stated: Stated) -> float:
     return float(version)
 
 
-def _is_neox(stated: Stated) -> bool:
+def _is_neox(stated: Mapping[str, Any]) -> bool:
     stored = stated.get("args")
     return isinstance(stored, dict) and stored.keys() >= NEOX_ARGUMENTS
 
 
-def _neox_settings(where: Path) -> Stated:
+def _neox_settings(where: Path) -> dict[str, Any]:
     """Return gpt-neox's configuration, which it saves beside its files; UNREAD where it is not there.
 
     ds_to_universal.py leaves it in the save that it reads.
@@ -332,8 +332,8 @@ def _neox_settings(where: Path) -> Stated:
 
 
 def _stages(
-    files: Files, contents: Mapping[Path, Stated]
-) -> Iterator[tuple[str, Sequence[Tensors]]]:
+    files: Files, contents: Mapping[Path, Mapping[str, Any]]
+) -> Iterator[tuple[str, Sequence[Mapping[str, Tensor]]]]:
     """Yield (name, tensors of each slice by stored names) of each stage, in the model's order."""
     if files.by_layer:
         for stage in files.stages:
@@ -354,11 +354,11 @@ def _stages(
             yield name, slices
 
 
-def _prefixed(prefix: str, tensors: Tensors) -> dict[str, Tensor]:
+def _prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
 
 
-def _chunks(content: Stated) -> list[Any]:
+def _chunks(content: Mapping[str, Any]) -> list[Any]:
     numbered = sorted(
         (int(m[1]), key) for key in content if (m := CHUNK.fullmatch(str(key)))
     )
@@ -366,7 +366,7 @@ def _chunks(content: Stated) -> list[Any]:
     return [content[key] for key in named] or [{}]
 
 
-def _layer_prefix(tensors: Tensors, called: str) -> str:
+def _layer_prefix(tensors: Mapping[str, Tensor], called: str) -> str:
     """Return the prefix for a layer of DeepSpeed's pipeline; its own names do not tell the layer."""
     if any(name.startswith("word_embeddings.") for name in tensors):
         return "embedding."
@@ -390,7 +390,7 @@ def _flat(state: Any) -> dict[str, Tensor]:
 
 def _take(
     called: str,
-    slices: Sequence[Tensors],
+    slices: Sequence[Mapping[str, Tensor]],
     offset: int,
     tensors: dict[str, Slices],
     copies: dict[tuple[str, str], Slices],
@@ -427,7 +427,7 @@ def _take(
     return layers
 
 
-def _stated_ranks(arguments: Stated, kind: str) -> int | None:
+def _stated_ranks(arguments: Mapping[str, Any], kind: str) -> int | None:
     """Return the number of tensor- or pipeline-parallel ranks by the arguments; None: they do not say it."""
     stated = arguments.get(f"{kind}_model_parallel_size")
     if kind == "tensor" and stated is None:
@@ -437,7 +437,7 @@ def _stated_ranks(arguments: Stated, kind: str) -> int | None:
 
 def _missing(
     files: Files,
-    arguments: Stated,
+    arguments: Mapping[str, Any],
     layers: Collection[Path],
     tensors: Mapping[str, Slices],
 ) -> Iterator[Problem]:
