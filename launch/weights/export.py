@@ -215,9 +215,12 @@ class RandomBatch(NamedTuple):
 
 
 def our_logits(
-    recipe: Recipe, weights: Tensors, batch: RandomBatch, tokenizer: Tokenizer
+    recipe: Recipe,
+    weights: Tensors,
+    batch: RandomBatch,
+    tokenizer: Tokenizer | None = None,
 ) -> Logits:
-    """Compute the logits of our own model, or of a model by its config, in one process."""
+    """Compute the logits of our own model, or of one by its config and `tokenizer`, in one process."""
     model = recipe.model
     if model.config:
         made = in_transformers(recipe, weights, tokenizer=tokenizer)

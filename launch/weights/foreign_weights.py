@@ -329,25 +329,35 @@ class ConfigWeights(TransformersWeights):
         from modeling.formats.huggingface import auto_model
 
         try:
-            model, found = auto_model.loaded(recipe.model, self.directory)
+            model, amiss = auto_model.loaded(recipe.model, self.directory)
         # what transformers raises is of any type
         except Exception as error:
             refuse(self.directory, f"transformers cannot read it ({error})")
-        amiss = {*found["missing_keys"], *found["unexpected_keys"]}
         return dict(model.named_parameters()), amiss
 
     def problems(self, recipe: Recipe) -> Iterator[Problem]:
-        held, amiss = self._read(recipe)
-        shapes = {(name, each.shape) for name, each in held.items()}
-        whole = meta_parameters(recipe)
-        expected = {(name, each.shape) for name, each in whole.items()}
-        amiss |= {name for name, _ in shapes ^ expected}
+        """Compare the types, and on one process of a machine all tensors: reading takes a whole model."""
+        own = recipe.model.config or {"model_type": recipe.model.family}
+        kinds = [str(config["model_type"]) for config in (self._config, own)]
+        if len({*kinds}) > 1:
+            came = f"is a model of type {kinds[0]}"
+            rule = f"the recipe's is of type {kinds[1]}"
+            yield Problem(KEY, came, rule, "leave --recipe out: theirs is taken then")
+            return
+        amiss = self._read(recipe)[1] if processes.local_rank() == 0 else ()
         if amiss:
             came = f"lacks, or holds besides or otherwise, {some(sorted(amiss), SHOWN)}"
             fix = "leave --recipe out, or give a whole one that save_pretrained wrote"
             yield Problem(
                 KEY, came, "weights are all of the model in model.config", fix
             )
+
+    def remarks(self, recipe: Recipe) -> Iterator[str]:
+        yield from super().remarks(recipe)
+        for key, value in (recipe.model.config or {}).items():
+            theirs = self._config.get(key, value)
+            if theirs != value:
+                yield f"{key}={theirs} in theirs, and {value} in model.config"
 
     def weights(self, recipe: Recipe) -> LazyWeights:
         held, _ = self._read(recipe)

@@ -87,9 +87,16 @@ def drawn(model: Model, config: PreTrainedConfig, seed: int) -> PreTrainedModel:
         return from_config(model, config)
 
 
-def loaded(model: Model, directory: Path) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Read a model that `save_pretrained` wrote, in float32, and what transformers found amiss."""
+def loaded(model: Model, directory: Path) -> tuple[PreTrainedModel, set[str]]:
+    """Read a model that `save_pretrained` wrote, in float32, and the names of tensors that do not fit it.
+
+    It has the recipe's shape, never one that a class has by default.
+    """
     logging.disable_progress_bar()
+    logging.set_verbosity_error()  # its table of what does not fit, which is returned
     how: dict[str, Any] = dict(dtype=torch.float32, output_loading_info=True)
+    how |= dict(config=config_of(model), ignore_mismatched_sizes=True)
     with whole():
-        return class_of(model).from_pretrained(directory, **how)  # type: ignore[no-any-return]
+        built, found = class_of(model).from_pretrained(directory, **how)
+    amiss = {*found["missing_keys"], *found["unexpected_keys"]}
+    return built, amiss.union(name for name, *_ in found["mismatched_keys"])

@@ -223,6 +223,12 @@ def test_given_weights_set_the_model_its_tokenizer_and_its_weights(folder, tmp_p
         assert torch.equal(parameter, held[name])
     drawn = dict(transformers_model.build(own).named_parameters())
     assert not torch.equal(drawn["lm_head.weight"], held["lm_head.weight"])
+    rounder = ["sequence_length=64", "model.config.rms_norm_eps=0.01"]
+    told = [str(each) for each in given.check(catalog.load(given.recipe_name, rounder, settings=settings))]
+    assert "initial weights: rms_norm_eps=1e-06 in theirs, and 0.01 in model.config" in told
+    wider = ["sequence_length=64", "model.config.intermediate_size=24"]
+    with pytest.raises(ProblemsError, match="holds besides or otherwise, model.layers.0.mlp.down_proj"):
+        given.check(catalog.load(given.recipe_name, wider, settings=settings))
     one_layer = ["sequence_length=64", "model.config.num_hidden_layers=1"]
     other = catalog.load(given.recipe_name, one_layer, settings=settings)
     with pytest.raises(ProblemsError, match="holds besides or otherwise, model.layers.1.input_layernorm"):

@@ -171,6 +171,7 @@ DAMAGED = {
     "another width": (config(n_inner=100), "n_inner=100: our gpt2 has 256"),
     "scaled layers": (config(scale_attn_by_inverse_layer_idx=True), "layer_idx=true: our gpt2 has false"),
     "an untied config": (config(tie_word_embeddings=False), "tie_word_embeddings=false: our gpt2 has true"),
+    "an unknown model": (config(model_type="llama"), "of type llama: the recipe's is of type gpt2; leave"),
     "another vocabulary": (
         config(vocab_size=50257),
         "add --set data.tokenizer.kind=gpt2 --set model.vocab_size=50257",
