@@ -309,9 +309,12 @@ def working_directory() -> str:
     try:
         return os.getcwd()
     except FileNotFoundError:
-        came = "the working directory was removed"
-        rule = "paths are seen from there"
-        raise ProblemsError.of("cd", came, rule, "cd to one that is there") from None
+        raise ProblemsError.of(
+            "cd",
+            "the working directory was removed",
+            "paths are seen from there",
+            "cd to one that is there",
+        ) from None
 
 
 def directory(flag: str, text: str | Path) -> Path:
@@ -329,8 +332,13 @@ def check_outside(flag: str, text: str | Path, parent: str | Path) -> None:
     """Check that a new run does not lie in the run that it comes from. Raises ProblemsError."""
     above = Path(os.path.realpath(parent))
     if Path(os.path.realpath(path_of(text, flag))).is_relative_to(above):
-        rule = "the new run is one of its own, and nothing is written there"
-        raise refusal(flag, text, f"lies in {above}", rule, "name another directory")
+        raise refusal(
+            flag,
+            text,
+            f"lies in {above}",
+            "the new run is one of its own, and nothing is written there",
+            "name another directory",
+        )
 
 
 def place_problem(path: Path) -> tuple[str, str] | None:

@@ -15,8 +15,13 @@ def new_directory(flag: str, text: str | Path) -> Path:
     """Check that the directory is new or empty. Raises ProblemsError."""
     path = directory(flag, text)
     if path.exists() and any(path.iterdir()):
-        rule = "nothing is overwritten or mixed"
-        raise refusal(flag, text, "is not empty", rule, "name a new directory")
+        raise refusal(
+            flag,
+            text,
+            "is not empty",
+            "nothing is overwritten or mixed",
+            "name a new directory",
+        )
     return path
 
 

@@ -123,9 +123,12 @@ def run(functions: Mapping[str, Function]) -> list[Check]:
         except Exception as error:  # a broken check must not end the others
             at = traceback.extract_tb(error.__traceback__)[-1]
             told = " ".join(str(error).split())[:200]
-            came = f"the check itself broke: {type(error).__name__}: {told} ({at.name}, line {at.lineno})"
-            fix = "report this line; the other checks hold without it"
-            checks = [failed(came, fix)]
+            checks = [
+                failed(
+                    f"the check itself broke: {type(error).__name__}: {told} ({at.name}, line {at.lineno})",
+                    "report this line; the other checks hold without it",
+                )
+            ]
         every += (dataclasses.replace(check, key=key) for check in checks)
     return every
 
@@ -209,10 +212,10 @@ def kernels() -> Check:
         f"{gpu.name} (sm_{major}{minor})" for (major, minor), gpu in without.items()
     )
     version = installed("torch") or ""
-    came = f"torch {version} has none for {named}: it is built for {', '.join(built)}"
     older = f"pip install torch=={version.partition('+')[0]} --index-url {VOLTA_WHEELS}"
     return failed(
-        came, f"for Volta and older GPUs {older}; for newer ones take a newer torch"
+        f"torch {version} has none for {named}: it is built for {', '.join(built)}",
+        f"for Volta and older GPUs {older}; for newer ones take a newer torch",
     )
 
 

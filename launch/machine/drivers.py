@@ -50,9 +50,9 @@ def no_gpu() -> Check:
     import torch
 
     why = "cannot use it (driver?)" if torch.version.cuda else "is a build for CPUs"
-    fix = "install a CUDA build of torch, or hide them with CUDA_VISIBLE_DEVICES="
     return warning(
-        f"{came}, though there is /dev/nvidia0: torch {torch.__version__} {why}", fix
+        f"{came}, though there is /dev/nvidia0: torch {torch.__version__} {why}",
+        "install a CUDA build of torch, or hide them with CUDA_VISIBLE_DEVICES=",
     )
 
 
@@ -61,8 +61,10 @@ def compiler() -> Check:
     missing = description.missing_for_compiling()
     if missing:
         slower = "torch's optimizer takes the place of DeepSpeed's compiled one, slower"
-        fix = "apt-get install g++ ninja-build python3-dev (Debian, Ubuntu)"
-        return warning(f"no {', '.join(missing)}: {slower}", fix)
+        return warning(
+            f"no {', '.join(missing)}: {slower}",
+            "apt-get install g++ ninja-build python3-dev (Debian, Ubuntu)",
+        )
     return ok(f"{shutil.which(os.environ.get('CXX', 'c++'))}, ninja, Python's headers")
 
 
@@ -98,9 +100,8 @@ def cuda_compiler() -> Check:
         )
     if release.split(".")[0] == wanted.split(".")[0]:
         return ok(f"nvcc {release}; torch has CUDA {wanted}")
-    came = f"nvcc {release}, and torch has CUDA {wanted}: DeepSpeed's CUDA ops need the same major version"
     return failed(
-        came,
+        f"nvcc {release}, and torch has CUDA {wanted}: DeepSpeed's CUDA ops need the same major version",
         f"set CUDA_HOME to a CUDA toolkit {wanted}, or install torch for CUDA {release}",
     )
 

@@ -232,25 +232,32 @@ def _unknown_secret(door: Door, places: list[Path]) -> ProblemsError:
     who = f"rank {rank()} on {socket.gethostname()}"
     if door.known_by == "file":
         return _no_secret(f"shows {who} the file of rank 0", places)
-    came = f"{who} has another {connection.SECRET} than rank 0, or none"
-    fix = "pass the same on to all ranks, as launch/cluster/ does"
     return ProblemsError.of(
-        connection.SECRET, came, "ranks of a launch know one secret", fix
+        connection.SECRET,
+        f"{who} has another {connection.SECRET} than rank 0, or none",
+        "ranks of a launch know one secret",
+        "pass the same on to all ranks, as launch/cluster/ does",
     )
 
 
 def _no_secret(what: str, places: list[Path]) -> ProblemsError:
-    came = f"none of {', '.join(map(str, places))} {what}"
-    rule = "ranks on several machines prove to each other that they are of one launch by a secret"
     fix = (
         f"set {connection.SECRET} to random text on all ranks (openssl rand -hex 32), or MEGARECIPES_CACHE or "
         "--out to a directory that all machines share, with owners and modes of files"
     )
-    return ProblemsError.of(connection.SECRET, came, rule, fix)
+    return ProblemsError.of(
+        connection.SECRET,
+        f"none of {', '.join(map(str, places))} {what}",
+        "ranks on several machines prove to each other that they are of one launch by a secret",
+        fix,
+    )
 
 
 def _met_nobody(rule: str) -> ProblemsError:
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    came = f"rank {rank()} on {socket.gethostname()} met not all other ranks at {where}"
-    fix = "check that every machine was started, and reaches that address"
-    return ProblemsError.of("MASTER_ADDR", came, rule, fix)
+    return ProblemsError.of(
+        "MASTER_ADDR",
+        f"rank {rank()} on {socket.gethostname()} met not all other ranks at {where}",
+        rule,
+        "check that every machine was started, and reaches that address",
+    )

@@ -87,9 +87,12 @@ def check_named(environ: Mapping[str, str]) -> None:
 def _no_interface(
     variable: str, value: str, missing: str, there: Sequence[str]
 ) -> Problem:
-    came = f"{variable}={value} on {socket.gethostname()}, which has no interface {missing}"
-    fix = "name the one that the machines share, or unset it"
-    return Problem(variable, came, f"it has {some(there)}", fix)
+    return Problem(
+        variable,
+        f"{variable}={value} on {socket.gethostname()}, which has no interface {missing}",
+        f"it has {some(there)}",
+        "name the one that the machines share, or unset it",
+    )
 
 
 def interfaces_with_address() -> list[str]:
@@ -113,12 +116,15 @@ def check_own_address(environ: Mapping[str, str]) -> None:
     """Check that other machines can reach this one by its own name. Raises ProblemsError."""
     name = socket.gethostname()
     if GLOO not in environ and is_loopback(name):
-        came = f"{name}, this machine's own name, resolves to {resolved(name) or 'nothing'}"
         rule = (
             "ranks on other machines would connect to themselves (gloo listens there)"
         )
-        fix = f"set {GLOO} to the interface that the machines share, e.g. eth0, or correct /etc/hosts"
-        raise ProblemsError.of(GLOO, came, rule, fix)
+        raise ProblemsError.of(
+            GLOO,
+            f"{name}, this machine's own name, resolves to {resolved(name) or 'nothing'}",
+            rule,
+            f"set {GLOO} to the interface that the machines share, e.g. eth0, or correct /etc/hosts",
+        )
 
 
 def is_loopback(host: str) -> bool:

@@ -192,10 +192,12 @@ def keep_compiled_code() -> None:
     """
     cache = durable_files.cache_directory()
     if cache.is_dir() and cache.stat().st_mode & stat.S_IWOTH:
-        rule = "a run executes compiled code from there, and every account may write it"
-        fix = f"chmod o-w {cache}, or set MEGARECIPES_CACHE to another directory"
-        came = f"cache directory {cache}"
-        raise ProblemsError.of("MEGARECIPES_CACHE", came, rule, fix)
+        raise ProblemsError.of(
+            "MEGARECIPES_CACHE",
+            f"cache directory {cache}",
+            "a run executes compiled code from there, and every account may write it",
+            f"chmod o-w {cache}, or set MEGARECIPES_CACHE to another directory",
+        )
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "compiled_code"))
 
 

@@ -107,15 +107,23 @@ def missing_variables(environ: Environ, at_terminal: bool = False) -> dict[str, 
     places |= {"LOCAL_RANK": start.local_rank, "LOCAL_WORLD_SIZE": start.local_size}
     for name, value in places.items():
         if environ.get(name, str(value)) != str(value):
-            came = f"{name}={environ[name]} with {start.named}"
-            raise _refused(name, came, f"{start.by} says {value}", f"unset {name}")
+            raise _refused(
+                name,
+                f"{name}={environ[name]} with {start.named}",
+                f"{start.by} says {value}",
+                f"unset {name}",
+            )
     if start.size == 1 and not any(name in environ for name in PLACES):
         return {}
     if start.address is None and "MASTER_ADDR" not in environ:
         rule = f"{start.by} does not tell the ranks of several machines where rank 0 is"
         how = ADDRESSED.get(start.by, "export MASTER_ADDR=HOST")
-        fix = f"{how}, where HOST is the machine of rank 0"
-        raise _refused("MASTER_ADDR", f"{start.named} without MASTER_ADDR", rule, fix)
+        raise _refused(
+            "MASTER_ADDR",
+            f"{start.named} without MASTER_ADDR",
+            rule,
+            f"{how}, where HOST is the machine of rank 0",
+        )
     wanted = {**places, "MASTER_ADDR": start.address, "MASTER_PORT": start.port}
     return {name: str(value) for name, value in wanted.items() if name not in environ}
 
@@ -138,10 +146,11 @@ def started(environ: Environ) -> LaunchStart | None:
         names = CRAY if "PMI_LOCAL_RANK" in environ else PMI
         return _mpi(environ, "mpiexec", names)
     if slurm is None and "PMIX_RANK" in environ:
-        rule = "it does not say how many ranks there are"
-        fix = "start with mpirun, srun, torchrun or deepspeed, or unset PMIX_RANK"
         raise _refused(
-            "PMIX_RANK", f"PMIX_RANK={environ['PMIX_RANK']} alone", rule, fix
+            "PMIX_RANK",
+            f"PMIX_RANK={environ['PMIX_RANK']} alone",
+            "it does not say how many ranks there are",
+            "start with mpirun, srun, torchrun or deepspeed, or unset PMIX_RANK",
         )
     return slurm
 
@@ -242,9 +251,11 @@ def _mpi(environ: Environ, by: str, names: Sequence[str]) -> LaunchStart:
     rank, size, local_rank, local_size = _whole(environ, by, names)
     named = f"{names[0]}={rank}, {names[1]}={size}"
     if rank >= size or local_rank >= local_size or local_size > size:
-        came = f"{named}, {names[2]}={local_rank}, {names[3]}={local_size}"
         raise _refused(
-            names[0], came, "they contradict each other", f"start with {by} alone"
+            names[0],
+            f"{named}, {names[2]}={local_rank}, {names[3]}={local_size}",
+            "they contradict each other",
+            f"start with {by} alone",
         )
     of_a_launch = next((environ[name] for name in OF_A_LAUNCH if name in environ), None)
     number = zlib.crc32(of_a_launch.encode()) if of_a_launch else None
@@ -260,13 +271,16 @@ def _check_launcher(environ: Environ, start: LaunchStart) -> None:
     launches = next((environ[name] for name in LAUNCHES if name in environ), world)
     unset = f"unset {', '.join(PLACES)}"
     if launches.isdigit() and int(launches) < start.size:
-        came = f"{start.named} with RANK={rank}, WORLD_SIZE={world}"
-        rule = f"{start.by} started {start.size} launches of {world}, which would all train for themselves"
         fix = (
             f"{unset} for plain `srun python`; or start torchrun once on each machine, "
             "with --nnodes, --node_rank, --master_addr and --master_port"
         )
-        raise _refused("WORLD_SIZE", came, rule, fix)
+        raise _refused(
+            "WORLD_SIZE",
+            f"{start.named} with RANK={rank}, WORLD_SIZE={world}",
+            f"{start.by} started {start.size} launches of {world}, which would all train for themselves",
+            fix,
+        )
     if launches == world == str(start.size) and rank != str(start.rank):
         raise _refused(
             "RANK",
@@ -286,9 +300,12 @@ def _whole(environ: Environ, by: str, names: Sequence[str]) -> list[int]:
         came = ", ".join(
             f"{name}={given[name]!r}" if given[name] else f"no {name}" for name in wrong
         )
-        rule = f"{by} sets {', '.join(names)} to whole numbers"
-        fix = f"pass on all that {by} sets, into containers too, or unset what is left of it"
-        raise _refused(wrong[0], came, rule, fix)
+        raise _refused(
+            wrong[0],
+            came,
+            f"{by} sets {', '.join(names)} to whole numbers",
+            f"pass on all that {by} sets, into containers too, or unset what is left of it",
+        )
     return [int(text) for text in given.values()]
 
 

@@ -74,9 +74,12 @@ def world_size() -> int:
 def several(rule: str) -> Iterator[Problem]:
     """Yield the problem of several processes where one has to do all. `rule`: what it does."""
     if world_size() > 1:
-        came = f"{world_size()} processes"
-        fix = "start it with python, or set WORLD_SIZE to 1"
-        yield Problem("WORLD_SIZE", came, rule, fix)
+        yield Problem(
+            "WORLD_SIZE",
+            f"{world_size()} processes",
+            rule,
+            "start it with python, or set WORLD_SIZE to 1",
+        )
 
 
 def several_machines() -> bool:
@@ -119,8 +122,14 @@ def check_launch() -> None:
         if written is not None and not (
             WHOLE.fullmatch(written) and least <= int(written) <= most
         ):
-            rule = f"a launcher sets a whole number from {least} to {most}"
-            problems.append(Problem(name, f"{name}={written!r}", rule, UNSET))
+            problems.append(
+                Problem(
+                    name,
+                    f"{name}={written!r}",
+                    f"a launcher sets a whole number from {least} to {most}",
+                    UNSET,
+                )
+            )
     if not problems and "WORLD_SIZE" in os.environ and rank() >= world_size():
         came = f"RANK={rank()} with WORLD_SIZE={world_size()}"
         problems.append(
@@ -161,12 +170,16 @@ def port_is_taken(
     port: str, because: str | None = "address already in use"
 ) -> ProblemsError:
     """Make the refusal of a port at which rank 0 cannot listen."""
-    rule = f"all processes of a launch meet there, and rank 0 cannot listen ({because}): does another run?"
     fix = (
         f"give deepspeed or torchrun another --master_port, e.g. {int(port) + 1}; with srun and mpirun, set "
         "MASTER_PORT for all ranks"
     )
-    return ProblemsError.of("MASTER_PORT", f"port {port}", rule, fix)
+    return ProblemsError.of(
+        "MASTER_PORT",
+        f"port {port}",
+        f"all processes of a launch meet there, and rank 0 cannot listen ({because}): does another run?",
+        fix,
+    )
 
 
 def agent_has_store() -> bool:
@@ -376,10 +389,12 @@ def check_device() -> int:
     visible = _accelerator().visible_devices_envs()
     if limit == 1 and launch_environment.sees_own_device(os.environ, visible):
         return 0
-    came = f"local rank {local} has no {device().name} device of its own"
-    rule = f"this machine has {limit}"
-    fix = "start as many processes as devices, or set DS_ACCELERATOR=cpu and CUDA_VISIBLE_DEVICES= for CPUs"
-    raise ProblemsError.of("LOCAL_RANK", came, rule, fix)
+    raise ProblemsError.of(
+        "LOCAL_RANK",
+        f"local rank {local} has no {device().name} device of its own",
+        f"this machine has {limit}",
+        "start as many processes as devices, or set DS_ACCELERATOR=cpu and CUDA_VISIBLE_DEVICES= for CPUs",
+    )
 
 
 def take_device() -> int:
@@ -425,8 +440,14 @@ def check_shared_devices(identities: Sequence[Sequence[str] | None]) -> None:
     shared = []
     for (host, gpu), some in ranks.items():
         if len(some) > 1:
-            came = f"ranks {', '.join(map(str, some))} on {host} have one GPU, {gpu}"
-            shared.append(Problem("LOCAL_RANK", came, rule, fix))
+            shared.append(
+                Problem(
+                    "LOCAL_RANK",
+                    f"ranks {', '.join(map(str, some))} on {host} have one GPU, {gpu}",
+                    rule,
+                    fix,
+                )
+            )
     if shared:
         raise ProblemsError(shared)
 

@@ -187,9 +187,12 @@ class RanksMeeting(Meeting):
             for each in arrived():
                 return each, self._heard.pop(each)
         silent = wanted[0][1]
-        came = f"{self.places.get(silent, f'rank {silent}')} has told nothing for {patience}"
-        fix = "what it printed last, or its machine, tells why; start again"
-        raise ProblemsError.of("RANK", came, "ranks start together", fix)
+        raise ProblemsError.of(
+            "RANK",
+            f"{self.places.get(silent, f'rank {silent}')} has told nothing for {patience}",
+            "ranks start together",
+            "what it printed last, or its machine, tells why; start again",
+        )
 
     def _wait(self, there: Callable[[], bool], seconds: float) -> bool:
         with self._changed:
