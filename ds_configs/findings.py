@@ -14,6 +14,7 @@ from recipes.problems import Problem, ProblemsError, Setting, Text, Words, neare
 FOLDER = Path(__file__).resolve().parent
 # Key of ours, a list of others: "auto" here, and left out for Hugging Face's Trainer, which cannot fill them.
 FILLS = "megarecipes_fills"
+Config = Mapping[str, Any]  # a DeepSpeed JSON, or a part of one
 
 
 class ConfigError(ProblemsError):
@@ -96,7 +97,7 @@ class Findings:
     """A JSON, called `where` in messages, and the problems and notices about it."""
 
     where: str
-    config: Mapping[str, Any] = field(default_factory=dict)
+    config: Config = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     notices: list[Notice] = field(default_factory=list)
 
@@ -162,7 +163,7 @@ def plain(value: Any) -> str:
     return json.dumps(value).replace(" ", "").strip('"')
 
 
-def lookup(config: Mapping[str, Any], dotted: str) -> Any:
+def lookup(config: Config, dotted: str) -> Any:
     """Return the value at a.b.c; None if any part is absent or null."""
     value: Any = config
     for part in dotted.split("."):
@@ -172,7 +173,7 @@ def lookup(config: Mapping[str, Any], dotted: str) -> Any:
     return value
 
 
-def stated(config: Mapping[str, Any], dotted: str) -> Any:
+def stated(config: Config, dotted: str) -> Any:
     """Return the value at a.b.c; None if it is absent, null or "auto"."""
     value = lookup(config, dotted)
     return None if value == "auto" else value

@@ -6,11 +6,11 @@ DeepSpeed's defaults for what such a JSON leaves out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ds_configs.findings import Notice, lookup, plain, stated
+from ds_configs.findings import Config, Notice, lookup, plain, stated
 from ds_configs.plan import Plan
 from recipes.key_paths import flatten
 from recipes.layout import share_batch
@@ -84,7 +84,7 @@ class Stated:
     left_open: bool = False
 
 
-def numbers(config: Mapping[str, Any], recipe: Recipe) -> Iterator[Stated]:
+def numbers(config: Config, recipe: Recipe) -> Iterator[Stated]:
     """Yield what a checked JSON states of optimizer, clipping and schedule, and what follows by default.
 
     `recipe`: gives the rate of which an "auto" leaves shares.
@@ -96,7 +96,7 @@ def numbers(config: Mapping[str, Any], recipe: Recipe) -> Iterator[Stated]:
             yield each
 
 
-def _numbers(config: Mapping[str, Any], recipe: Recipe) -> Iterator[Stated]:
+def _numbers(config: Config, recipe: Recipe) -> Iterator[Stated]:
     """Yield `numbers`, and those that the JSON leaves to the recipe."""
     kind = stated(config, "optimizer.type")
     name = TYPES.get(str(kind).lower())
@@ -139,7 +139,7 @@ def _unscheduled(recipe: Recipe, constant: bool) -> Iterator[Stated]:
         yield Stated(key, value, "scheduler", by_default=True)
 
 
-def _clipping(config: Mapping[str, Any], recipe: Recipe, name: str | None) -> Stated:
+def _clipping(config: Config, recipe: Recipe, name: str | None) -> Stated:
     """Return the clipping; `name`: the JSON's optimizer."""
     source = "gradient_clipping"
     clip = lookup(config, source)
@@ -150,15 +150,13 @@ def _clipping(config: Mapping[str, Any], recipe: Recipe, name: str | None) -> St
     return Stated("optimizer.clip", clip, source)
 
 
-def is_open(config: Mapping[str, Any]) -> bool:
+def is_open(config: Config) -> bool:
     """Check if the section `scheduler` states a type alone: all its numbers are "auto"."""
     params = lookup(config, _SCHEDULE) or {}
     return bool(params) and all(value == "auto" for value in params.values())
 
 
-def _schedule(
-    config: Mapping[str, Any], recipe: Recipe, peak: float
-) -> Iterator[Stated]:
+def _schedule(config: Config, recipe: Recipe, peak: float) -> Iterator[Stated]:
     """Yield the schedule of the section `scheduler`; `peak`: the rate."""
     kind = stated(config, "scheduler.type")
     if kind not in SCHEDULES:
@@ -204,9 +202,7 @@ def lowest_rate(recipe: Recipe, peak: float) -> float:
     )
 
 
-def follow(
-    config: Mapping[str, Any], recipe: Recipe, world: int | None
-) -> list[Stated]:
+def follow(config: Config, recipe: Recipe, world: int | None) -> list[Stated]:
     """Return all that a recipe takes from a checked JSON.
 
     Args:
@@ -236,9 +232,7 @@ def follow(
     return [*found, *_batch(config, recipe, world)]
 
 
-def _batch(
-    config: Mapping[str, Any], recipe: Recipe, world: int | None
-) -> Iterator[Stated]:
+def _batch(config: Config, recipe: Recipe, world: int | None) -> Iterator[Stated]:
     """Yield the batch as DeepSpeed completes it: without accumulation it is 1, or what the others leave."""
     micro, accumulation, total = (stated(config, key) for key in BATCH)
     if micro is None and accumulation is None and total is None:
@@ -276,7 +270,7 @@ def _batch(
         yield Stated(key, values[key], source, absent, of_recipe)
 
 
-def _micro_batch(config: Mapping[str, Any], recipe: Recipe, dp: int) -> int | None:
+def _micro_batch(config: Config, recipe: Recipe, dp: int) -> int | None:
     """Return the micro-batch that the recipe has on `dp` data-parallel ranks, for an accumulation alone."""
     shares = share_batch(
         recipe.batch.micro,
@@ -290,9 +284,7 @@ def _micro_batch(config: Mapping[str, Any], recipe: Recipe, dp: int) -> int | No
     return shares[0]
 
 
-def _data_parallel(
-    config: Mapping[str, Any], recipe: Recipe, world: int | None
-) -> int | None:
+def _data_parallel(config: Config, recipe: Recipe, world: int | None) -> int | None:
     """Return the data-parallel ranks of `world` processes; None: any number may be started."""
     tp = degree(config, "tensor", recipe.parallel.tp)
     pp = degree(config, "pipeline", recipe.parallel.pp)
@@ -301,18 +293,14 @@ def _data_parallel(
     return max(1, world // (tp * pp))
 
 
-def degree(config: Mapping[str, Any], theirs: str, own: int | None) -> int:
+def degree(config: Config, theirs: str, own: int | None) -> int:
     """Return a degree of parallelism: the recipe's `own`, else the JSON's."""
     written = stated(config, f"parallel.{theirs}")
     return own or written or stated(config, f"parallel.default_{theirs}") or 1
 
 
 def notices(
-    taken: Sequence[Stated],
-    before: Recipe,
-    plan: Plan,
-    where: str,
-    written: Mapping[str, Any],
+    taken: Sequence[Stated], before: Recipe, plan: Plan, where: str, written: Config
 ) -> Iterator[Notice]:
     """Yield notices of all values of a JSON, but those with a notice in the plan.
 

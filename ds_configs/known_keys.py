@@ -10,13 +10,13 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
-from ds_configs.findings import FOLDER, Findings, lookup, shown
+from ds_configs.findings import FOLDER, Config, Findings, lookup, shown
 from recipes.problems import did_you_mean, nearest
 
 _MOST = 2**63 - 1  # DeepSpeed puts numbers of elements into 64-bit integers
@@ -124,7 +124,7 @@ def _is_within(words: re.Match[str], value: Any) -> bool:
     return number and least <= value <= most and not (step and value % step)
 
 
-def _kinds(table: Mapping[str, Any]) -> dict[str, dict[str, Kind]]:
+def _kinds(table: Config) -> dict[str, dict[str, Kind]]:
     """Make the kinds by section and key."""
     keys: dict[str, dict[str, Kind]] = {}
     for section, kinds in table["keys"].items():
@@ -162,7 +162,7 @@ def check(findings: Findings) -> None:
     findings.config = _usable("", config, findings)
 
 
-def unread(config: Mapping[str, Any]) -> list[str]:
+def unread(config: Config) -> list[str]:
     """List the sections of a JSON that pass on to DeepSpeed unchecked."""
     sections = [
         _join(name, key)
@@ -177,9 +177,7 @@ def _join(section: str, key: str) -> str:
     return f"{section}.{key}" if section else key
 
 
-def _usable(
-    name: str, section: Mapping[str, Any], findings: Findings
-) -> dict[str, Any]:
+def _usable(name: str, section: Config, findings: Findings) -> dict[str, Any]:
     known = KEYS[name]
     usable: dict[str, Any] = {}
     for key, value in _renamed(name, section, findings):
@@ -237,7 +235,7 @@ def _unknown(name: str, key: str, value: Any, findings: Findings) -> None:
 
 
 def _renamed(
-    name: str, section: Mapping[str, Any], findings: Findings
+    name: str, section: Config, findings: Findings
 ) -> Iterator[tuple[str, Any]]:
     """Yield the keys of a section by the names that they have here, and their values."""
     for key, value in section.items():

@@ -20,6 +20,7 @@ from typing import Any
 from ds_configs import following, known_keys
 from ds_configs.findings import (
     FOLDER,
+    Config,
     ConfigError,
     Findings,
     find,
@@ -153,9 +154,7 @@ def followed(recipe: Recipe, ds_path: str | Path, world: int | None) -> list[Sta
     return following.follow(findings.config, recipe, world)
 
 
-def _filled(
-    config: Mapping[str, Any], values: Mapping[str, Any], autos: Mapping[str, Any]
-) -> dict[str, Any]:
+def _filled(config: Config, values: Config, autos: Config) -> dict[str, Any]:
     """Copy `config`; `values` replace "auto" and absent keys, `autos` replace "auto" alone."""
     filled = copy.deepcopy(dict(config))
     for key, value in {**values, **autos}.items():
@@ -217,9 +216,7 @@ def sizes(
     }
 
 
-def sums(
-    config: Mapping[str, Any], precision: Precision | None, layout: Layout
-) -> dict[str, Any]:
+def sums(config: Config, precision: Precision | None, layout: Layout) -> dict[str, Any]:
     """Return the data types for sums of gradients over micro-batches and over ranks.
 
     bf16 has 8 bits: a sum of 512 gradients is off by 2 %, or by half if they agree in sign, since it stops

@@ -50,15 +50,16 @@ def check(
             came,
         )
         return
-    kind = findings.stated(key)
-    theirs = TYPES.get(str(kind).lower())
-    if str(kind).lower() == "muon" and name != "muon":
+    stated = findings.stated(key)
+    kind = str(stated).lower()
+    theirs = TYPES.get(kind)
+    if kind == "muon" and name != "muon":
         rule = (
             "DeepSpeed's takes embeddings and tensor ranks' slices for matrices, and clips the update; ours "
             "is the recipe's"
         )
         findings.refuse(key, rule, 'write "auto" and set optimizer.name to muon')
-    elif kind is not None and name not in (theirs, str(kind).lower()):
+    elif stated is not None and name not in (theirs, kind):
         rule = f"the recipe's optimizer.name is {name}, and another rule of descent is another recipe"
         own: tuple[Setting, ...] = (
             (Setting("optimizer.name", theirs),) if theirs else ()
@@ -68,12 +69,12 @@ def check(
             key, rule, (f'write "auto" or "{written}"', *to_set(own), elsewhere)
         )
     for reader, keys in _OF_ONE.items():
-        if reader not in (name, str(kind).lower()):
+        if reader not in (name, kind):
             _refuse_keys(
                 keys, f"{_WRITTEN[reader]}'s, not of {_WRITTEN[name]}'s", findings
             )
     if name == "adamw":
-        _check_adamw(recipe, str(kind).lower(), findings)
+        _check_adamw(recipe, kind, findings)
     else:
         _check_own(recipe, findings)
 
@@ -294,15 +295,15 @@ def _asks_for_deepspeeds(findings: Findings, offload: Offload) -> str | None:
     zero = "zero_optimization.offload_optimizer"
     halves = [f"{half}.{half}_master_weights_and_grads" for half in ("fp16", "bf16")]
     for key, usual in (
-        *(
-            (key, (None, False))
-            for key in (*halves, f"{zero}.super_offload", "zero_force_ds_cpu_optimizer")
-        ),
-        (f"{PARAMS}.fp32_optimizer_states", (None,)),
-        (f"{zero}.ratio", (None, 1)),
+        *((key, False) for key in halves),
+        (f"{zero}.super_offload", False),
+        ("zero_force_ds_cpu_optimizer", False),
+        (f"{PARAMS}.fp32_optimizer_states", None),
+        (f"{zero}.ratio", 1),
     ):
-        if findings.stated(key) not in usual:
-            return f"{key}={shown(findings.stated(key))}"
+        value = findings.stated(key)
+        if value not in (None, usual):
+            return f"{key}={shown(value)}"
     return "NVMe offload" if offload == "nvme" else None
 
 
