@@ -237,20 +237,26 @@ def _batch(config: Config, recipe: Recipe, world: int | None) -> Iterator[Stated
     micro, accumulation, total = (stated(config, key) for key in BATCH)
     if micro is None and accumulation is None and total is None:
         return
-    dp = _data_parallel(config, recipe, world)
-    if dp is None:
+    batch = recipe.batch
+    tp = degree(config, "tensor", recipe.parallel.tp)
+    pp = degree(config, "pipeline", recipe.parallel.pp)
+    if world is not None:
+        dp = max(1, world // (tp * pp))
+    else:
         dp = recipe.parallel.dp or 1
         if micro and accumulation and total and total % (micro * accumulation) == 0:
             dp = total // (micro * accumulation)
             yield Stated("parallel.dp", dp, "train_batch_size")
     alone = micro is None and total is None
     if alone:
-        micro = _micro_batch(config, recipe, dp)
+        # as the recipe has it on so many ranks
+        shares = share_batch(batch.micro, batch.accumulation, batch.global_, dp, pp)
+        micro = batch.micro if isinstance(shares, Problem) else shares[0]
     left_open = "auto" in (
         lookup(config, "train_batch_size"),
         lookup(config, "gradient_accumulation_steps"),
     )
-    fits = micro is not None and recipe.batch.global_ % (micro * dp) == 0
+    fits = micro is not None and batch.global_ % (micro * dp) == 0
     if micro and total is None and (accumulation or not (left_open and fits)):
         source = "gradient_accumulation_steps"
         source = source if alone else "train_micro_batch_size_per_gpu"
@@ -268,29 +274,6 @@ def _batch(config: Config, recipe: Recipe, world: int | None) -> Iterator[Stated
         of_recipe = alone and key == "batch.micro"
         absent = lookup(config, source) is None and not of_recipe
         yield Stated(key, values[key], source, absent, of_recipe)
-
-
-def _micro_batch(config: Config, recipe: Recipe, dp: int) -> int | None:
-    """Return the micro-batch that the recipe has on `dp` data-parallel ranks, for an accumulation alone."""
-    shares = share_batch(
-        recipe.batch.micro,
-        recipe.batch.accumulation,
-        recipe.batch.global_,
-        dp,
-        degree(config, "pipeline", recipe.parallel.pp),
-    )
-    if isinstance(shares, Problem):
-        return recipe.batch.micro
-    return shares[0]
-
-
-def _data_parallel(config: Config, recipe: Recipe, world: int | None) -> int | None:
-    """Return the data-parallel ranks of `world` processes; None: any number may be started."""
-    tp = degree(config, "tensor", recipe.parallel.tp)
-    pp = degree(config, "pipeline", recipe.parallel.pp)
-    if world is None:
-        return None
-    return max(1, world // (tp * pp))
 
 
 def degree(config: Config, theirs: str, own: int | None) -> int:

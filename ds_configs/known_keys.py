@@ -209,10 +209,7 @@ def _unknown(name: str, key: str, value: Any, findings: Findings) -> None:
     """Refuse a key at which DeepSpeed fails, or which looks misspelt; notice one without effect."""
     dotted = _join(name, key)
     known = KEYS[name]
-    homes = []
-    for each in KEYS:
-        if key in KEYS[each] or _join(each, key) in RENAMED:
-            homes.append(each)
+    homes = [each for each in KEYS if key in KEYS[each] or _join(each, key) in RENAMED]
     if dotted in IDLE:
         if value != "auto" and not _is_off(value):
             findings.notice(dotted, f"without effect: {IDLE[dotted]}")
