@@ -38,20 +38,26 @@ def stated(config: Mapping[str, Any], size: str) -> str:
     return next((name for name in SIZES[size] if config.get(name)), "")
 
 
+def open_config(model: dict[str, Any]) -> None:
+    """Put the keys of the file or directory that a recipe's model names in its place. Raises FileError."""
+    config = model.get("config")
+    if isinstance(config, str):
+        path = path_of(config, KEY)
+        path = path / "config.json" if path.is_dir() else path
+        model["config"] = read_json_object(path)
+
+
 def complete(model: dict[str, Any]) -> Iterator[Problem]:
     """Read the config that a recipe's model names, and state its shape and family beside it, in place.
 
     Yields a problem for each thing that it does not say, or that contradicts it.
     """
+    try:
+        open_config(model)
+    except FileError as error:
+        yield Problem(KEY, f"{KEY}: {error}", fix="give a config.json")
+        return
     config = model["config"]
-    if isinstance(config, str):
-        try:
-            path = path_of(config, KEY)
-            path = path / "config.json" if path.is_dir() else path
-            config = model["config"] = read_json_object(path)
-        except FileError as error:
-            yield Problem(KEY, f"{KEY}: {error}", fix="give a config.json")
-            return
     if not isinstance(config, Mapping):
         yield Problem(KEY, f"{KEY} is no mapping", fix="give the keys of a config.json")
         return
@@ -63,7 +69,8 @@ def complete(model: dict[str, Any]) -> Iterator[Problem]:
         if value is None:
             came = f"{KEY} does not say {SIZES[key][0]}"
             rule = "a default of transformers is somebody's model"
-            yield Problem(KEY, came, rule, "state it there")
+            fix = f"state it there, or with --set {KEY}.{SIZES[key][0]}=N"
+            yield Problem(KEY, came, rule, fix)
         elif model.setdefault(key, value) != value:
             came = f"model.{key}={model[key]}, and {value} by {KEY}"
             fix = f"leave model.{key} out, or set both"

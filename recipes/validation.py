@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from recipes import consistency
+from recipes.files import FileError
 from recipes.key_paths import (
     is_text,
     known_prefix,
@@ -51,11 +52,15 @@ def _override(
             fix = suggestion(path)
         else:
             try:
-                _put(values, path, _value(path, written, where))
-                keys.add(path)
+                value = _value(path, written, where)
             except YamlError as error:
                 fix = "put the value in quotes if it is text"
                 problems += [replace(each, fix=fix) for each in error.problems]
+                continue
+            keys.add(path)
+            of_config = path[:2] == ("model", "config") and len(path) > 2
+            if not of_config or _has_keys(values.get("model")):
+                _put(values, path, value)
             continue
         problems.append(Problem(dotted, came, rule, fix, where=where))
     data = values.get("data")
@@ -65,6 +70,18 @@ def _override(
             if ("data", field) not in keys:
                 data.pop(field, None)
     return keys, problems
+
+
+def _has_keys(model: Any) -> bool:
+    """Read a model's config where it names a file; False: it cannot be read, as its check will tell."""
+    from recipes.transformers_config import open_config
+
+    try:
+        if isinstance(model, dict):
+            open_config(model)
+    except FileError:
+        return False
+    return True
 
 
 def _value(path: KeyPath, written: str, where: str) -> Any:

@@ -132,7 +132,10 @@ MISUSES = (
 def settings_of(misuse: Misuse, recipe: str) -> list[str]:
     """Return its settings with the recipe's own numbers."""
     bert = recipe.startswith("bert")
-    batch, betas, decay, std = (128, "0.98,0.9", 0.01, 0.12) if bert else (8, "0.95,0.9", 0.1, 0.04)
+    batch = 128 if bert else 8
+    betas = "0.98,0.9" if bert else "0.95,0.9"
+    decay = 0.01 if bert else 0.1
+    std = 0.12 if bert else 0.04
     named = {
         "BETAS": [f"optimizer.betas=[{betas}]"],
         "EPS": [f"optimizer.eps={decay}", "optimizer.weight_decay=1e-8"],

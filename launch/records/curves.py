@@ -112,8 +112,9 @@ def facts_of(recipe: Recipe) -> dict[str, Any]:
 def read(path: Path) -> Curve:
     """Read a curve. Raises FileError."""
     curve: Curve = files.checked(_FORM, files.read_json_object(path), path)
-    runs = curve.runs.values()
-    lengths = {len(each) for run in runs for each in (run.loss, run.grad_norm)}
+    lengths = set[int]()
+    for run in curve.runs.values():
+        lengths |= {len(run.loss), len(run.grad_norm)}
     if len(lengths) != 1:
         files.refuse(path, "has no runs, or runs of different lengths")
     return curve
@@ -135,12 +136,11 @@ class ReferenceWatch:
         figures: its own so far.
     """
 
-    def __init__(self, file: Path, run: RunFacts, given: object, before: Records):
-        """Read the file of the recipe's curve. Raises FileError.
+    def __init__(self, curve: Curve, run: RunFacts, given: object, before: Records):
+        """Compare a run with the curve of its recipe.
 
         `given`: weights of the run's start; `before`: what a resumed run has recorded.
         """
-        curve = read(file)
         recipe = run.plan.recipe
         self.why_not = curve.why_not(recipe, run.entropies, given)
         self.reference = curve.reference

@@ -44,7 +44,7 @@ from recipes import catalog, files
 from recipes.schema import Recipe
 
 if TYPE_CHECKING:
-    from launch.records.curves import ReferenceWatch
+    from launch.records.curves import Curve, ReferenceWatch
 
 GIVE = "give the directory of a run, which holds its recipe.yaml"
 # of the name of a checkpoint while it is written, or of one that a killed run left half written
@@ -219,11 +219,8 @@ class RunDirectory:
 
     def watch(self, run: RunFacts) -> ReferenceWatch | None:
         """Return what judges a run by the curve of its recipe; None: there is no curve. Raises FileError."""
-        stated = run.plan.recipe.curve
-        file = catalog.CURVES / f"{run.name.replace('/', '-')}.json"
-        if stated:
-            file = files.path_of(stated, "curve")
-        elif not file.is_file():
+        curve = curve_of(run)
+        if curve is None:
             return None
         from launch.records.curves import ReferenceWatch
         from launch.records.metrics import read_metrics
@@ -231,9 +228,22 @@ class RunDirectory:
         earlier = [each.initial_weights for each in self.launches()]
         given = any((run.initial_weights, *earlier))
         before = read_metrics(self.metrics_jsonl, problems=[])
-        return ReferenceWatch(file, run, given, before)
+        return ReferenceWatch(curve, run, given, before)
 
     def close(self) -> None:
         """Release the lock, so that another process may resume this run."""
         if self.lock is not None:
             self.lock.release()
+
+
+def curve_of(run: RunFacts) -> Curve | None:
+    """Read the reference curve of a run's recipe; None: there is none. Raises FileError."""
+    stated = run.plan.recipe.curve
+    file = catalog.CURVES / f"{run.name.replace('/', '-')}.json"
+    if stated:
+        file = files.path_of(stated, "curve")
+    elif not file.is_file():
+        return None
+    from launch.records import curves
+
+    return curves.read(file)

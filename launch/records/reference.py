@@ -89,8 +89,8 @@ class Reference:
     def _of_seeds(self) -> dict[str, np.ndarray]:
         """Each judged figure by step, (seeds, steps + 1)."""
         steps = min(len(each.loss) for each in self.runs.values())
-        judged = [each.judged(steps) for each in self.runs.values()]
-        return {name: np.stack([of[name] for of in judged]) for name in LEAST_BOUND}
+        judged = [[*each.judged(steps).values()] for each in self.runs.values()]
+        return dict(zip(LEAST_BOUND, np.stack(judged, axis=1), strict=True))
 
     def expected(
         self, name: str, seed: int | None, steps: int

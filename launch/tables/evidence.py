@@ -183,7 +183,8 @@ def _problems(table: Table, evidence: Evidence) -> Iterator[Problem]:
     named = [("sizes", row) for sizes in evidence.sizes for row in sizes.rows]
     named += [("speeds", row) for speeds in evidence.speeds for row in speeds.rows]
     for each in evidence.errata:
-        named += [("errata", row) for one in each.disagreements for row in one.rows]
+        for one in each.disagreements:
+            named += [("errata", row) for row in one.rows]
     for name, row in named:
         if row not in table.rows:
             yield wrong(name, row, "no row of the table", did_you_mean(row, table.rows))

@@ -260,7 +260,7 @@ def with_resume(plan: Plan, directory: Path) -> Plan:
 def open_run_directory(job: Job) -> RunDirectory | None:
     """Open the run directory on rank 0. Raises ValueError where this rank cannot start there."""
     from launch.records.admission import admit
-    from launch.records.directory import RunDirectory
+    from launch.records.directory import curve_of
 
     make_quick_checks(job)
     if processes.rank() != 0:
@@ -275,7 +275,7 @@ def open_run_directory(job: Job) -> RunDirectory | None:
     lost = [(each.directory, each.why) for each in damaged]
     how = (job.directory, job.facts, sys.argv)
     with system_refusals(job.directory):
-        RunDirectory(job.directory).watch(job.facts)  # refuses a broken curve now
+        curve_of(job.facts)  # a broken one is refused now
         directory = admit(*how, resume=job.resume, newest=newest, damaged=lost)
         if logs_to_wandb:
             wandb_run.keep_id(directory.path)

@@ -85,7 +85,8 @@ def test_a_causal_one_goes_on_and_a_masked_one_fills_in(made, monkeypatch, tmp_p
         run, _, out, _ = made(kind)
         file = tmp_path / f"{kind}.jsonl"
         assert typed(monkeypatch, generate, run, "--prompt", prompt, *flags, "--out", file) in (None, 0)
-        model, tokenizer = loaded(kind, out), vocabulary.load(run)
+        model = loaded(kind, out)
+        tokenizer = vocabulary.load(run)
         tokens = torch.tensor([tokenizer.encode(prompt, add_special_tokens=kind in MASKED)])
         banned = [*range(300, 320)]  # rows that pad
         with torch.no_grad():
@@ -119,7 +120,8 @@ def test_text_is_scored_as_transformers_does(made, tmp_path):
     words = [str(run), "--text", str(tmp_path / "text.jsonl"), "--out", str(tmp_path / "score.json")]
     job = score.checked(score.build_parser().parse_args(words))
     scoring.run(job, scoring.load(job))
-    tokenizer, model = vocabulary.load(run), loaded("llama", out)
+    tokenizer = vocabulary.load(run)
+    model = loaded("llama", out)
     tokens = [tokenizer.eos_token_id, *tokenizer.encode("The recipe says what to train.")]
     with torch.no_grad():
         logits = model(torch.tensor([tokens[:-1]])).logits[0]

@@ -29,6 +29,8 @@ def test_a_directory_is_read_once_and_kept_whole(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     for where in (tmp_path, tmp_path / "config.json"):
         recipe = catalog.load("default/sotu", [model(str(where))])
+        one_key = [model(str(where)), "model.config.rms_norm_eps=0.1"]
+        assert catalog.load("default/sotu", one_key).model.config == {**LLAMA, "rms_norm_eps": 0.1}
     (tmp_path / "recipe.yaml").write_text(catalog.dump(recipe))
     (tmp_path / "config.json").unlink()
     own = recipe.model
@@ -37,7 +39,9 @@ def test_a_directory_is_read_once_and_kept_whole(tmp_path):
     assert yaml.safe_load((tmp_path / "recipe.yaml").read_text())["model"]["config"] == LLAMA
     again = catalog.load_resolved(tmp_path / "recipe.yaml")
     assert again == recipe and catalog.digest(again) == catalog.digest(recipe)
-    assert f"model.config: {tmp_path}/elsewhere: no such file" in refusal(model(str(tmp_path / "elsewhere")))
+    elsewhere = model(str(tmp_path / "elsewhere"))
+    for settings in ([elsewhere], [elsewhere, "model.config.rms_norm_eps=0.1"]):
+        assert f"model.config: {tmp_path}/elsewhere: no such file" in refusal(*settings)
 
 
 def test_recipes_of_our_own_have_their_digests():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import chain
 from pathlib import Path
 
 import deepspeed
@@ -59,7 +60,7 @@ def plain(recipe, layout) -> list[float]:
     optimizer = torch.optim.AdamW(groups, chosen.lr, chosen.betas, chosen.eps, weight_decay=decay)
     losses = []
     for step in range(recipe.steps):
-        batches = [batch for rank in ranks for batch in next(rank)]
+        batches = [*chain.from_iterable(map(next, ranks))]
         counts = [int((batch["weights"] > 0).sum()) for batch in batches]
         total = 0.0
         for batch, count in zip(batches, counts, strict=True):
@@ -96,7 +97,8 @@ def masked_loss(model, batch):
 def train(case: dict, out: Path) -> None:
     recipe = catalog.load("default/sotu", case["settings"], steps=case.get("steps", 4), trained=False)
     plan = resolve(recipe, case["ds_config"], processes.world_size(), MACHINE)
-    corpus, grid = build(recipe, say=lambda text: None), ProcessGrid(1, 1, plan.layout.dp)
+    corpus = build(recipe, say=lambda text: None)
+    grid = ProcessGrid(1, 1, plan.layout.dp)
     directory, records = out / case["name"], Recorded(case.get("fails_after"))
     job = Job(RunFacts(plan, case["name"]), directory, callbacks=(WaitForTheDisk,))
     kinds = set()

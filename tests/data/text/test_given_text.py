@@ -219,7 +219,8 @@ def test_the_sample_of_own_text_begins_with_words_of_its_held_out_text(tmp_path,
     monkeypatch.setenv("MEGARECIPES_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(pretrain, "sample", lambda recipe, *_: recipe.run.prompt)
     drawn = random.Random(1)
-    texts = [" ".join(f"word{drawn.getrandbits(40):x}" for _ in range(99)) for _ in range(80)]
+    words = [f"word{drawn.getrandbits(40):x}" for _ in range(80 * 99)]
+    texts = [" ".join(words[at : at + 99]) for at in range(0, len(words), 99)]
     path = tmp_path / "mine.jsonl"
     path.write_text("\n".join(json.dumps({"text": f"{text}."}) for text in texts))
     prompts = []

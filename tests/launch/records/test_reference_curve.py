@@ -53,7 +53,8 @@ def why_not(file: Path, recipe_=None, unigram: float | None = 5.0, given=None) -
 def test_a_file_gives_back_what_was_written_a_series_a_line(file):
     curve = curves.read(file)
     for seed, shift in ((1, -0.01), (2, 0.0), (3, 0.02)):
-        there, own = curve.runs[seed], series(shift)
+        there = curve.runs[seed]
+        own = series(shift)
         assert np.allclose(there.loss, own.loss, rtol=1e-5)
         assert np.array_equal(there.grad_norm, own.grad_norm, equal_nan=True)
         assert there.validation == own.validation
@@ -197,7 +198,8 @@ def test_weights_given_to_an_earlier_launch_count(file, tmp_path):
 
 def test_the_band_of_the_seeds_is_drawn_in_place_of_entropies(file, tmp_path):
     at = train(tmp_path / "run", recipe(curve=str(file)))
-    records, result = read_metrics(at.metrics_jsonl), read_result(at.result_json)
+    records = read_metrics(at.metrics_jsonl)
+    result = read_result(at.result_json)
     curve = curves.read(file)
     axes = Figure().add_subplot()
     draw_losses(axes, records, result, result.figures[0], curve.reference)
