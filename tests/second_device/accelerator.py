@@ -78,19 +78,6 @@ class BoardAccelerator(CPU_Accelerator):
         current_env["BOARD_VISIBLE_DEVICES"] = ",".join(map(str, local_accelerator_ids))
 
 
-def add_to_accelerate(state: Any) -> None:
-    """Have `accelerate.state` take the device of a rank for this one, as it takes CUDA's."""
-    prepare = state.PartialState._prepare_backend
-
-    def prepare_backend(self: Any, cpu: bool = False, *how: Any, **more: Any) -> Any:
-        if cpu:
-            return prepare(self, cpu, *how, **more)
-        self.device = torch.device("board", torch.board.current_device())
-        return "bccl", state.DistributedType.MULTI_GPU
-
-    state.PartialState._prepare_backend = prepare_backend
-
-
 _AS_TORCH = frozenset(
     (
         *("device", "set_device", "current_device", "device_count", "synchronize"),

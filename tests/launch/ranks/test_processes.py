@@ -32,7 +32,8 @@ def left_behind(ranks: int, how: str, tmp_path: Path) -> set[str]:
     (tmp_path / "joining.py").write_text(PROGRAM)
     shared = Path("/dev/shm")
     before = set(os.listdir(shared))
-    env = {"LOCAL_SIZE": str(ranks)}  # as the deepspeed launcher sets it
+    own = str(tmp_path / "extensions")  # torch waits for ever on the lock of a compilation that was killed
+    env = {"LOCAL_SIZE": str(ranks), "TORCH_EXTENSIONS_DIR": own}  # LOCAL_SIZE: as the deepspeed launcher
     done = run_ranks(ranks, tmp_path / "joining.py", how, env=env, timeout=500)
     assert done.returncode == 0 and f"backend gloo world {ranks}" in done.stdout, done.stdout[-3000:]
     found = {name for name in set(os.listdir(shared)) - before if "deepspeed_allreduce" in name}

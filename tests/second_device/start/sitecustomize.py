@@ -17,10 +17,22 @@ def choose(module):
     module.ds_accelerator = BoardAccelerator()
 
 
-def add_device(module):
-    from second_device.accelerator import add_to_accelerate
+def add_device(state):
+    """Have `accelerate.state` take the device of a rank for this one, as it takes CUDA's.
 
-    add_to_accelerate(module)
+    It may be loaded before DeepSpeed, whose modules cannot be imported from here then.
+    """
+    prepare = state.PartialState._prepare_backend
+
+    def prepare_backend(self, cpu=False, *how, **more):
+        if cpu:
+            return prepare(self, cpu, *how, **more)
+        import torch
+
+        self.device = torch.device("board", torch.board.current_device())
+        return "bccl", state.DistributedType.MULTI_GPU
+
+    state.PartialState._prepare_backend = prepare_backend
 
 
 def has_bf16(module):
