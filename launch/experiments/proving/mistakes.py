@@ -1,0 +1,156 @@
+"""What kind of mistake a differing tensor looks like.
+
+A gradient is taken apart into those of equal shares of the batch, of which each was trained on alone: the
+numbers by which these are summed tell a share that is missing, counted twice, or averaged otherwise. An update
+of a weight is taken apart into the reference's and the weight itself: learning rate and weight decay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from launch.experiments.proving.layout import ACCUMULATION, DEGREES, Layout
+from launch.experiments.proving.pieces import Pieces, read
+from launch.experiments.proving.task import tensors_of
+
+EXPLAINED = 1e-3  # relative residual of what is taken apart
+CLOSE = 0.01  # relative difference of factors
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A kind of mistake.
+
+    Attributes:
+        kind: one of `SENTENCES`.
+        factor: by which the tensor, or the update, is too large.
+        degrees: of the layout that are equal to the factor, or to its inverse.
+        counts: how often each share of the batch counts, where once is right.
+        ranks: of which it is told.
+    """
+
+    kind: str
+    factor: float = 1.0
+    degrees: Sequence[str] = ()
+    counts: Sequence[float] = ()
+    ranks: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Trainings on one share of the batch each.
+
+    Attributes:
+        directories: of the runs, by the number of shares.
+        clipped: gradients are, by the shares' own norms.
+        random: another seed gives another loss.
+    """
+
+    directories: dict[int, list[Path]] = field(default_factory=dict)
+    clipped: bool = False
+    random: bool = False
+
+
+def of_gradient(pieces: Pieces, layout: Layout, shares: Shares) -> Mistake:
+    """Tell the kind of a differing gradient or moment."""
+    drifted = of_replicas(pieces)
+    if drifted:
+        return drifted
+    own = pieces.assembled
+    (factor,), apart = _fit(own, [pieces.whole])
+    if apart < EXPLAINED:
+        return Mistake("factor", factor, _degrees(factor, layout))
+    runs = shares.directories.get(layout.shares, [])
+    parts = [read(tensors_of(run, 1), pieces.name) for run in runs]
+    if parts:
+        right, whole_apart = _fit(pieces.whole, parts)
+        counted, apart = _fit(own, parts)
+        if max(apart, whole_apart) < EXPLAINED:
+            counts = [a / b for a, b in zip(counted, right, strict=True)]
+            return Mistake(_of_counts(counts, counted, shares), counts=counts)
+    if pieces.equal:
+        return Mistake("piece", ranks=[*pieces.own])
+    factors = []
+    for rank, numbers in pieces.own.items():
+        (factor,), apart = _fit(numbers, [pieces.whole[pieces.elements[rank]]])
+        if apart < EXPLAINED and abs(factor - 1) > CLOSE:
+            factors.append(rank)
+    if factors:
+        return Mistake("piece", ranks=factors)
+    return Mistake("random" if shares.random else "other")
+
+
+def of_update(pieces: Pieces, initial: bool) -> Mistake:
+    """Tell the kind of a weight that differs though its gradient does not."""
+    if initial:
+        return Mistake("initial", ranks=[*pieces.own])
+    drifted = of_replicas(pieces)
+    if drifted:
+        return drifted
+    if pieces.before is None:
+        return Mistake("other")
+    own = pieces.assembled - pieces.before
+    update = pieces.whole - pieces.before
+    if own.norm() < EXPLAINED * update.norm():
+        return Mistake("still", 0.0)
+    (rate, decay), apart = _fit(own, [update, pieces.before])
+    if apart > 10 * EXPLAINED:
+        return Mistake("update")
+    if abs(rate - 1) > CLOSE:
+        return Mistake("rate", rate)
+    return Mistake("decay", decay)
+
+
+def of_replicas(pieces: Pieces) -> Mistake | None:
+    """Tell whether ranks with the same elements have other numbers."""
+    for ranks in pieces.replicas.values():
+        owns = [pieces.own[rank] for rank in ranks]
+        right = pieces.whole[pieces.elements[ranks[0]]]
+        spread = max(float((each - owns[0]).norm()) for each in owns)
+        apart = float((owns[0] - right).norm())
+        same = [rank for rank in pieces.equal if len(owns[0]) == len(pieces.whole)]
+        if spread < CLOSE * apart and not same:
+            continue
+        if not same:
+            total = torch.stack(owns).sum(0)
+            (factor,), residual = _fit(total, [right])
+            if residual < EXPLAINED:
+                return Mistake("not summed", factor, ranks=ranks)
+        return Mistake("replica", ranks=ranks)
+    return None
+
+
+def _fit(of: Tensor, parts: Sequence[Tensor]) -> tuple[list[float], float]:
+    """Return the factors of the parts whose sum is nearest, and the relative rest."""
+    matrix = torch.stack([*parts], 1)
+    scale = matrix.norm(dim=0).clamp_min(1e-30)
+    factors = torch.linalg.lstsq(matrix / scale, of[:, None]).solution[:, 0] / scale
+    rest = float((of - matrix @ factors).norm() / of.norm().clamp_min(1e-30))
+    return factors.tolist(), rest
+
+
+def _degrees(factor: float, layout: Layout) -> list[str]:
+    sizes = {name: layout[name] for name in (*DEGREES, ACCUMULATION)}
+    equal = []
+    for name, size in sizes.items():
+        ratios = (factor * size, factor / size)
+        if size > 1 and min(abs(each - 1) for each in ratios) < CLOSE:
+            equal.append(name)
+    return equal
+
+
+def _of_counts(
+    counts: Sequence[float], factors: Sequence[float], shares: Shares
+) -> str:
+    """Tell the kind by how often the shares count, and by their factors in the sum."""
+    largest = max(map(abs, counts))
+    if min(map(abs, counts)) < CLOSE * largest:
+        return "missing"
+    if max(factors) - min(factors) < CLOSE * max(factors):
+        return "clipped" if shares.clipped else "means"
+    return "counts"

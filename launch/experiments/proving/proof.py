@@ -1,0 +1,254 @@
+"""What an adapter's loop is handed: given weights and batches, and the comparison after each step."""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from launch.experiments.proving.layout import layout_of
+from launch.experiments.proving.reading import Reading, whole
+from launch.experiments.proving.task import (
+    INITIAL,
+    Fact,
+    Found,
+    Task,
+    found_by,
+    key,
+    tensors_of,
+    write_found,
+)
+
+Batch = dict[str, Tensor]
+Shard = Callable[[str, Tensor], Tensor]  # (name, whole tensor) -> this rank's part
+# of modules that wrap others: DDP and DeepSpeed's engine, torch.compile, torch's recomputation
+WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+MOST_KEPT = 64  # tensors beyond their bounds, of one step
+
+
+class Proof:
+    """One training, on one rank.
+
+    Attributes:
+        layout: asked for by name; `layout["dp"]` is a degree, `layout["zero"]` the number behind a word.
+        rank: of this process.
+        precision: "fp32" or "bf16".
+        checkpoint: directory to save to after the last batch; None: none is asked for.
+        resumed: directory to load before the first batch; None: training begins anew.
+    """
+
+    def __init__(self, task: Task, adapter: Any) -> None:
+        self.layout = layout_of(task.layout, task.accumulation)
+        self.rank = torch.distributed.get_rank()
+        self.precision = task.precision
+        self.checkpoint = Path(task.checkpoint) if task.checkpoint else None
+        self.resumed = Path(task.resumed) if task.resumed else None
+        self._task = task
+        self._adapter = adapter
+        self._out = Path(task.out)
+        self._out.mkdir(parents=True, exist_ok=True)
+        self._done = task.done
+        self._found = Found()
+        self._beyond = dict[str, Tensor]()
+        self._shard: Shard | None = None
+        self._named: Callable[[str], object] = str
+        self._reading: Reading | None = None
+        self._stack = (self._out / f"rank-{self.rank}-stack.txt").open("w")
+        torch.manual_seed(task.seed)
+        self._wait()
+
+    def load(
+        self,
+        model: nn.Module,
+        shard: Shard | None = None,
+        names: Callable[[str], str] | None = None,
+    ) -> None:
+        """Give a model the initial weights, before anything wraps it. Raises ValueError.
+
+        In one process it keeps its own, which every layout is given.
+        `shard`: cuts a whole tensor for this rank, where it is not cut evenly in one dimension.
+        `names`: gives the name that a parameter of this layout has in one process.
+        """
+        self._shard = shard
+        self._named = names or self._named
+        own = self._tensors(model)
+        if not self._task.initial:
+            if self.rank == 0:
+                save_file(
+                    {name: whole(each).clone() for name, each in own.items()},
+                    self._out / INITIAL,
+                )
+            return
+        given = load_file(self._task.initial)
+        generator = torch.Generator().manual_seed(self._task.noise)
+        for name, tensor in own.items():
+            if name not in given:
+                raise ValueError(
+                    f"{name} is no tensor of the model in one process, which has {', '.join(given)}: "
+                    "say its name there with names="
+                )
+            part = self.part(name, given[name], tensor)
+            if tensor.is_floating_point() and self._task.rounding:
+                sign = torch.rand(part.shape, generator=generator).to(part) * 2 - 1
+                part = part * (1 + self._task.rounding * sign)
+            with torch.no_grad():
+                tensor.copy_(part)
+
+    def watch(self, model: nn.Module, optimizer: Any = None) -> None:
+        """Say what is trained: the wrapped model, or DeepSpeed's engine. `optimizer`: of any other."""
+        self._reading = Reading(
+            self._tensors(model), optimizer or getattr(model, "optimizer", None)
+        )
+        self._engine = model
+        self._compare({"weight": self._reading.weights()})
+
+    def batches(self) -> Iterator[Batch]:
+        """Return the global batches of the steps, of which a rank takes its own rows."""
+        for step in range(self._task.done, self._task.done + self._task.steps):
+            batch = self._adapter.batch(step)
+            yield self.rows(batch, *self._task.share)
+
+    def rows(self, batch: Batch, index: int, number: int) -> Batch:
+        """Return the one with `index` of so many equal parts of a batch, cut by rows. Raises ValueError."""
+        part = {}
+        for name, tensor in batch.items():
+            if len(tensor) % number:
+                raise ValueError(
+                    f"{name} has {len(tensor)} rows, which do not make {number} equal parts: "
+                    "give batch() more rows"
+                )
+            part[name] = tensor.chunk(number)[index]
+        return part
+
+    def step(self, loss: Any = None, norm: Any = None) -> None:
+        """Compare what the optimizer's step left with the reference.
+
+        Args:
+            loss: of the global batch; the mean over the ranks is compared. None: this rank has none.
+            norm: of the gradients before clipping; None: as DeepSpeed's engine says it.
+        """
+        if self._reading is None:
+            raise ValueError(
+                "step() came before watch(): say what is trained, once it is wrapped"
+            )
+        self._done += 1
+        if norm is None and hasattr(self._engine, "get_global_grad_norm"):
+            norm = self._engine.get_global_grad_norm()
+        for figures, value in ((self._found.losses, loss), (self._found.norms, norm)):
+            if value is not None:
+                figures[self._done] = float(value)
+        self._compare(self._reading.after_step())
+        self._wait()
+
+    def part(self, name: str, of: Tensor, like: Tensor) -> Tensor:
+        """Return this rank's part of a whole tensor, as large as `like`. Raises ValueError."""
+        part = self._shard(name, of) if self._shard else self._cut(of, like)
+        if part.shape != like.shape:
+            raise ValueError(
+                f"{name} is {tuple(like.shape)} here and {tuple(of.shape)} in one process: "
+                "say how it is cut with shard="
+            )
+        return part
+
+    def end(self) -> None:
+        """Write what was found."""
+        faulthandler.cancel_dump_traceback_later()
+        self._stack.close()
+        if self._reading:
+            self._found.unread.extend(sorted(self._reading.unread))
+        if self._beyond:
+            save_file(self._beyond, self._out / f"rank-{self.rank}.safetensors")
+        write_found(found_by(self._out, self.rank), self._found)
+
+    def _cut(self, of: Tensor, like: Tensor) -> Tensor:
+        cut = [
+            dim
+            for dim in range(of.dim())
+            if like.dim() == of.dim() and like.shape[dim] != of.shape[dim]
+        ]
+        if len(cut) != 1 or of.shape[cut[0]] != like.shape[cut[0]] * self.layout["tp"]:
+            return of
+        return of.chunk(self.layout["tp"], cut[0])[self.rank % self.layout["tp"]]
+
+    def _tensors(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return parameters and buffers of a model by their names in one process."""
+        named = [*model.named_parameters(), *model.named_buffers()]
+        tensors = {}
+        for name, tensor in named:
+            bare = ".".join(part for part in name.split(".") if part not in WRAPPERS)
+            tensors[str(self._named(bare))] = tensor
+        return tensors
+
+    def _compare(self, read: Mapping[str, Mapping[str, Tensor]]) -> None:
+        step = self._done
+        flat = {
+            f"{kind}/{name}": tensor.detach().to("cpu").contiguous()
+            for kind, tensors in read.items()
+            for name, tensor in tensors.items()
+        }
+        if not self._task.reference:
+            if self.rank == 0:
+                save_file(
+                    {name: each.clone() for name, each in flat.items()},
+                    tensors_of(self._out, step),
+                )
+            return
+        with safe_open(tensors_of(self._task.reference, step), "pt") as reference:
+            names = set(reference.keys())
+            for of, tensor in flat.items():
+                kind, name = of.split("/", 1)
+                if of not in names:
+                    self._found.unknown.append(of)
+                    continue
+                self._note(step, kind, name, tensor, reference.get_tensor(of))
+
+    def _note(
+        self, step: int, kind: str, name: str, tensor: Tensor, of: Tensor
+    ) -> None:
+        """Note how a tensor compares; keep it if rounding does not explain that, in the first such step."""
+        try:
+            expected = self.part(name, of, tensor).double()
+        except ValueError as why:
+            self._found.misfits[name] = str(why)
+            return
+        own = tensor.double()
+        apart = float((own - expected).norm())
+        norms = float(own.norm()), float(expected.norm())
+        product = float((own * expected).sum())
+        self._found.facts.append(
+            Fact(step, kind, name, apart, *norms, product, own.numel())
+        )
+        bounds = self._task.bounds
+        kept = next(iter(self._beyond), f"{step}/").split("/")[0] == str(step)
+        beyond = not apart <= bounds.get(key(step, kind, name), float("inf"))
+        if beyond and kept and len(self._beyond) < MOST_KEPT:
+            self._beyond[key(step, kind, name)] = tensor.clone()
+            if tensor.shape != of.shape:
+                numbers = torch.arange(of.numel()).view(of.shape)
+                elements = self.part(name, numbers, tensor).contiguous()
+                self._beyond[f"{key(step, kind, name)}/elements"] = elements
+
+    def _wait(self) -> None:
+        faulthandler.dump_traceback_later(
+            self._task.timeout, exit=True, file=self._stack
+        )
+
+
+def open_adapter(file: str | Path) -> Any:
+    """Load an adapter's file; its folder comes first among the places of imports."""
+    path = Path(file).resolve()
+    sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(f"adapter_{path.stem}", path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module

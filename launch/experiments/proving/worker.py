@@ -1,0 +1,33 @@
+"""Train an adapter's tasks in turn on the ranks of a launch.
+
+python -m torch.distributed.run --nproc_per_node=2 launch/experiments/proving/worker.py TASKS.json
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from launch.experiments.parity.groups import temporary_groups
+from launch.experiments.proving.proof import Proof, open_adapter
+from launch.experiments.proving.task import read_tasks
+from launch.ranks.processes import start_processes
+
+
+def work(file: Path) -> None:
+    """Train every task of a file."""
+    tasks = read_tasks(file)
+    start_processes()
+    adapter = open_adapter(tasks[0].adapter)
+    for task in tasks:
+        with temporary_groups():
+            proof = Proof(task, adapter)
+            adapter.train(proof)
+            proof.end()
+    sys.stdout.flush()
+    os._exit(0)  # whatever threads and groups an adapter leaves
+
+
+if __name__ == "__main__":
+    work(Path(sys.argv[1]))
