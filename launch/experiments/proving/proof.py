@@ -107,8 +107,10 @@ class Proof:
         self._reading = Reading(
             self._tensors(model), optimizer or getattr(model, "optimizer", None)
         )
-        self._engine = model
-        self._compare({"weight": self._reading.weights()})
+        self._norm = getattr(model, "get_global_grad_norm", lambda: None)
+        moments = self._reading.moments() if self.resumed else {}
+        self._reading.keep(moments)
+        self._compare({**moments, "weight": self._reading.weights()})
 
     def batches(self) -> Iterator[Batch]:
         """Return the global batches of the steps, of which a rank takes its own rows."""
@@ -140,8 +142,7 @@ class Proof:
                 "step() came before watch(): say what is trained, once it is wrapped"
             )
         self._done += 1
-        if norm is None and hasattr(self._engine, "get_global_grad_norm"):
-            norm = self._engine.get_global_grad_norm()
+        norm = self._norm() if norm is None else norm
         for figures, value in ((self._found.losses, loss), (self._found.norms, norm)):
             if value is not None:
                 figures[self._done] = float(value)

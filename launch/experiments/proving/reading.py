@@ -39,9 +39,7 @@ class Reading:
         The gradients are those of the step, after clipping: the first moment is a mean of theirs, under
         any sharding.
         """
-        read = dict[str, Tensors]()
-        for moment in self._moments():
-            read[moment] = dict(self._of_moment(moment))
+        read = self.moments()
         gradients = Tensors()
         for moment in SHARES.keys() & read.keys():
             kept, new = SHARES[moment](self._optimizer.param_groups[0])
@@ -50,14 +48,22 @@ class Reading:
                 gradients[name] = (
                     mean / new if before is None else (mean - kept * before) / new
                 )
-            self._before = {name: each.clone() for name, each in read[moment].items()}
+        self.keep(read)
         return {"gradient": gradients, **read, "weight": self.weights()}
 
-    def _moments(self) -> list[str]:
+    def keep(self, moments: Mapping[str, Tensors]) -> None:
+        """Keep the moments from which the next step's gradients are told."""
+        for moment in SHARES.keys() & moments.keys():
+            self._before = {
+                name: each.clone() for name, each in moments[moment].items()
+            }
+
+    def moments(self) -> dict[str, Tensors]:
+        """Return the moments by kind; none before the first step. A gradient is told from those read last."""
         found = set[str]()
         for state in self._optimizer.state.values() if self._optimizer else ():
             found |= {name for name, each in state.items() if _has_dims(each)}
-        return sorted(found)
+        return {moment: dict(self._of_moment(moment)) for moment in sorted(found)}
 
     def _of_moment(self, moment: str) -> Iterator[tuple[str, Tensor]]:
         from deepspeed.utils import safe_get_full_optimizer_state
