@@ -24,6 +24,7 @@ class Reading:
     def __init__(self, tensors: Mapping[str, Tensor], optimizer: Any) -> None:
         self.unread = set[str]()
         self._tensors = tensors
+        self._engines = optimizer
         while hasattr(optimizer, "optimizer"):
             optimizer = optimizer.optimizer
         self._optimizer = optimizer
@@ -60,6 +61,8 @@ class Reading:
 
     def moments(self) -> dict[str, Tensors]:
         """Return the moments by kind; none before the first step. A gradient is told from those read last."""
+        # DeepSpeed does that in the first step, also in a run that has loaded moments
+        getattr(self._engines, "_lazy_init_hp_params_optimizer_state", lambda: None)()
         found = set[str]()
         for state in self._optimizer.state.values() if self._optimizer else ():
             found |= {name for name, each in state.items() if _has_dims(each)}
