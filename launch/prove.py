@@ -51,7 +51,9 @@ def main() -> int:
             "an adapter is a Python file with train() and batch()",
             "name one, as those of launch/experiments/adapters",
         )
-    layouts = [layout_of(name, args.accumulation) for name in args.layouts]
+    # refused before anything is trained
+    for name in args.layouts:
+        layout_of(name)
     if layout_of(args.reference).ranks > 1:
         raise ProblemsError.of(
             "--reference",
@@ -59,14 +61,28 @@ def main() -> int:
             "layouts are compared with one process",
             "leave the degrees out",
         )
-    if args.versions:
-        raise NotImplementedError
     out = new_output.new_directory("--out", args.out) if args.out else None
     # with torch, which no --help should wait for
     from launch.experiments.proving.proving import prove
+    from launch.experiments.proving.task import Task
+    from launch.experiments.proving.versions import environments
 
+    agree = []
     with tempfile.TemporaryDirectory() as temporary:
-        return prove(adapter, layouts, args, out or Path(temporary))
+        for name in environments(args.versions, out or Path(temporary)):
+            task = Task(
+                str(adapter.resolve()),
+                args.reference,
+                str((out or Path(temporary)) / name),
+                args.steps,
+                accumulation=args.accumulation,
+                precision=args.precision,
+                timeout=args.timeout,
+            )
+            proven = prove(task, args.layouts, args.resume or "")
+            print(f"\n{name}\n{proven.told(terminal.columns())}".rstrip())
+            agree.append(proven.agrees)
+    return 0 if all(agree) else 1
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -94,7 +110,7 @@ def build_parser() -> argparse.ArgumentParser:
     resumed = "save after a step, and go on in new processes, under LAYOUT (default: the same)"
     add("--resume", nargs="?", const=SAME, metavar="LAYOUT", help=resumed)
     each = "prove under each of these releases"
-    add("--versions", nargs="+", metavar="PACKAGE=V,V", help=each)
+    add("--versions", nargs="+", default=[], metavar="PACKAGE=V,V", help=each)
     wait = "that a step may take (default: 300)"
     add(
         "--timeout",

@@ -42,6 +42,7 @@ class Proof:
         rank: of this process.
         precision: "fp32" or "bf16".
         checkpoint: directory to save to after the last batch; None: none is asked for.
+        stack: file of where this rank was when a step took too long, or failed.
         resumed: directory to load before the first batch; None: training begins anew.
     """
 
@@ -61,7 +62,7 @@ class Proof:
         self._shard: Shard | None = None
         self._named: Callable[[str], object] = str
         self._reading: Reading | None = None
-        self._stack = (self._out / f"rank-{self.rank}-stack.txt").open("w")
+        self.stack = (self._out / f"rank-{self.rank}-stack.txt").open("w")
         torch.manual_seed(task.seed)
         self._wait()
 
@@ -162,7 +163,7 @@ class Proof:
     def end(self) -> None:
         """Write what was found."""
         faulthandler.cancel_dump_traceback_later()
-        self._stack.close()
+        self.stack.close()
         if self._reading:
             self._found.unread.extend(sorted(self._reading.unread))
         if self._beyond:
@@ -239,7 +240,7 @@ class Proof:
 
     def _wait(self) -> None:
         faulthandler.dump_traceback_later(
-            self._task.timeout, exit=True, file=self._stack
+            self._task.timeout, exit=True, file=self.stack
         )
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launch.console import terminal
@@ -20,6 +19,7 @@ from launch.experiments.proving.verdict import (
     bounds_of,
     row_of,
 )
+from launch.machine.compiled_ops import Say
 from recipes.problems import ProblemsError, counted
 
 
@@ -83,52 +83,62 @@ class Reference:
         )
 
 
+@dataclass(frozen=True)
+class Proven:
+    """The reference, and every layout next to it."""
+
+    reference: Reference
+    rows: Sequence[Row]
+
+    @property
+    def agrees(self) -> bool:
+        return all(row.agrees for row in self.rows)
+
+    def told(self, width: int | None = None) -> str:
+        """Return the table, and what is wrong."""
+        return report(self.reference.found, self.reference.shares, self.rows, width)
+
+
 def prove(
-    adapter: Path, layouts: Sequence[Layout], args: argparse.Namespace, out: Path
-) -> int:
-    """Train in one process and under every layout, print the table, and return the exit code."""
-    task = Task(
-        str(adapter.resolve()),
-        args.reference,
-        str(out / "one-process"),
-        args.steps,
-        precision=args.precision,
-        timeout=args.timeout,
-    )
-    terminal.say(
-        f"one process: {counted(args.steps, 'step')}, again, and rounded otherwise"
-    )
-    reference = Reference(task, {layout.shares for layout in layouts})
+    task: Task, layouts: Sequence[str], resume: str = "", say: Say = terminal.say
+) -> Proven:
+    """Train in one process and under every layout. Raises ProblemsError.
+
+    Args:
+        task: of one process, with the number of steps, the accumulation of all layouts and a new directory.
+        resume: layout of a resume after the first step, or `SAME`; "": none.
+    """
+    chosen = [layout_of(name, task.accumulation) for name in layouts]
+    say(f"one process: {counted(task.steps, 'step')}, again, and rounded otherwise")
+    out = Path(task.out)
+    single = replace(task, out=str(out / "one-process"), accumulation=1)
+    reference = Reference(single, {layout.shares for layout in chosen})
     rows = []
-    for layout in layouts:
-        terminal.say(f"{layout.name}: {counted(layout.ranks, 'rank')}")
-        rows.append(_prove(reference, layout, args, out / layout.name))
-    print("\n" + report(reference.found, reference.shares, rows, terminal.columns()))
-    return 0 if all(row.agrees for row in rows) else 1
+    for layout in chosen:
+        say(f"{layout.name}: {counted(layout.ranks, 'rank')}")
+        compared = replace(
+            task,
+            layout=layout.name,
+            out=str(out / layout.name),
+            initial=str(Path(single.out) / INITIAL),
+            reference=single.out,
+            bounds=reference.bounds.tensors,
+        )
+        rows.append(_row(reference, layout, compared, resume))
+    return Proven(reference, rows)
 
 
-def _prove(
-    reference: Reference, layout: Layout, args: argparse.Namespace, out: Path
-) -> Row:
+def _row(reference: Reference, layout: Layout, task: Task, resume: str) -> Row:
     """Train under one layout, and compare."""
-    task = replace(
-        reference.task,
-        layout=layout.name,
-        accumulation=args.accumulation,
-        out=str(out),
-        initial=str(Path(reference.task.out) / INITIAL),
-        reference=reference.task.out,
-        bounds=reference.bounds.tensors,
-    )
     failure = ""
-    if args.resume is not None:
-        saved = out / "checkpoint"
-        first = replace(task, out=f"{out}-first", steps=1, checkpoint=str(saved))
+    if resume:
+        saved = f"{task.out}-saved"
+        first = replace(task, out=f"{task.out}-first", steps=1, checkpoint=saved)
         failure = launch([first], layout.ranks)
-        if args.resume != SAME:
-            layout = layout_of(args.resume, args.accumulation)
+        if resume != SAME:
+            layout = layout_of(resume, task.accumulation)
         task = replace(
-            task, layout=layout.name, done=1, steps=args.steps - 1, resumed=str(saved)
+            task, layout=layout.name, done=1, steps=task.steps - 1, resumed=saved
         )
     failure = failure or launch([task], layout.ranks)
     if failure:

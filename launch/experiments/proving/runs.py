@@ -30,9 +30,12 @@ def launch(tasks: Sequence[Task], ranks: int) -> str:
 
 
 def _failure(out: Path, log: Path, ranks: int) -> str:
-    for rank in range(ranks):
-        stack = out / f"rank-{rank}-stack.txt"
-        text = stack.read_text() if stack.exists() else ""
-        if text:
-            return f"rank {rank} came to no end of a step; it was at\n{text.strip()[:MOST_SHOWN]}"
-    return log.read_text(errors="replace").strip()[-MOST_SHOWN:]
+    """Return where the rank was that ended first, else the end of the output."""
+    stacks = [out / f"rank-{rank}-stack.txt" for rank in range(ranks)]
+    told = [each for each in stacks if each.exists() and each.stat().st_size]
+    if not told:
+        return log.read_text(errors="replace").strip()[-MOST_SHOWN:]
+    first = min(told, key=lambda each: each.stat().st_mtime_ns)
+    rank = stacks.index(first)
+    text = first.read_text(errors="replace").strip()[-MOST_SHOWN:]
+    return f"rank {rank} came to no end of a step:\n{text}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from pathlib import Path
 
 from launch.experiments.parity.groups import temporary_groups
@@ -23,7 +24,12 @@ def work(file: Path) -> None:
     for task in tasks:
         with temporary_groups():
             proof = Proof(task, adapter)
-            adapter.train(proof)
+            try:
+                adapter.train(proof)
+            except BaseException:
+                traceback.print_exc(file=proof.stack)
+                proof.stack.flush()
+                raise
             proof.end()
     sys.stdout.flush()
     os._exit(0)  # whatever threads and groups an adapter leaves
