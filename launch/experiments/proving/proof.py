@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import faulthandler
 import importlib.util
+import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ Batch = dict[str, Tensor]
 Shard = Callable[[str, Tensor], Tensor]  # (name, whole tensor) -> this rank's part
 # of modules that wrap others: DDP and DeepSpeed's engine, torch.compile, torch's recomputation
 WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+OTHERS = 5.0  # seconds in which the other ranks say where they are, too
 MOST_KEPT = 64  # tensors beyond their bounds, of one step
 
 
@@ -63,6 +66,7 @@ class Proof:
         self._named: Callable[[str], object] = str
         self._reading: Reading | None = None
         self.stack = (self._out / f"rank-{self.rank}-stack.txt").open("w")
+        self._end = threading.Timer(0, os._exit)
         torch.manual_seed(task.seed)
         self._wait()
 
@@ -163,6 +167,7 @@ class Proof:
     def end(self) -> None:
         """Write what was found."""
         faulthandler.cancel_dump_traceback_later()
+        self._end.cancel()
         self.stack.close()
         if self._reading:
             self._found.unread.extend(sorted(self._reading.unread))
@@ -239,9 +244,13 @@ class Proof:
                 self._beyond[f"{key(step, kind, name)}/elements"] = elements
 
     def _wait(self) -> None:
-        faulthandler.dump_traceback_later(
-            self._task.timeout, exit=True, file=self.stack
-        )
+        """Have this process say where it is, and end, if the next step takes too long."""
+        wait = self._task.timeout
+        faulthandler.dump_traceback_later(wait, file=self.stack)
+        self._end.cancel()
+        self._end = threading.Timer(wait + OTHERS, os._exit, [1])
+        self._end.daemon = True
+        self._end.start()
 
 
 def open_adapter(file: str | Path) -> Any:

@@ -9,6 +9,7 @@ from launch.experiments.launching import run_and_wait, torchrun
 from launch.experiments.proving.task import Task, found_by, write_tasks
 
 WORKER = Path(__file__).with_name("worker.py")
+WAITED = "Timeout"  # first word of what faulthandler writes
 MOST_SHOWN = 2000  # characters of a failure, from its end
 
 
@@ -25,17 +26,24 @@ def launch(tasks: Sequence[Task], ranks: int) -> str:
             rank for rank in range(ranks) if not found_by(task.out, rank).exists()
         ]
         if code or missing:
-            return _failure(Path(task.out), log, ranks)
+            return _failure(task, log, ranks)
     return ""
 
 
-def _failure(out: Path, log: Path, ranks: int) -> str:
-    """Return where the rank was that ended first, else the end of the output."""
-    stacks = [out / f"rank-{rank}-stack.txt" for rank in range(ranks)]
+def _failure(task: Task, log: Path, ranks: int) -> str:
+    """Return the traceback of the rank that failed first, or where all of them wait, else the output's end."""
+    stacks = [Path(task.out) / f"rank-{rank}-stack.txt" for rank in range(ranks)]
     told = [each for each in stacks if each.exists() and each.stat().st_size]
     if not told:
         return log.read_text(errors="replace").strip()[-MOST_SHOWN:]
     first = min(told, key=lambda each: each.stat().st_mtime_ns)
-    rank = stacks.index(first)
-    text = first.read_text(errors="replace").strip()[-MOST_SHOWN:]
-    return f"rank {rank} came to no end of a step:\n{text}"
+    text = first.read_text(errors="replace")
+    if not text.startswith(WAITED):
+        return f"rank {stacks.index(first)}: {text.strip()[-MOST_SHOWN:]}"
+    lines = [f"no step came to its end in {task.timeout:g} s"]
+    for rank, stack in enumerate(stacks):
+        # the main thread's come last, its innermost first
+        frames = stack.read_text().split("\n\n")[-1].splitlines()[1:]
+        own = [frame for frame in frames[1:] if task.adapter in frame]
+        lines += [f"rank {rank}:", *frames[:1], *own]
+    return "\n".join(lines)
