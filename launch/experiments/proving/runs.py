@@ -13,6 +13,11 @@ WAITED = "Timeout"  # first word of what faulthandler writes
 MOST_SHOWN = 2000  # characters of a failure, from its end
 
 
+def start(ranks: int, file: Path, log: Path) -> int:
+    """Train the tasks of a file on so many ranks, and return the exit code."""
+    return run_and_wait([*torchrun(ranks), str(WORKER), str(file)], log)
+
+
 def launch(tasks: Sequence[Task], ranks: int) -> str:
     """Train tasks in turn on so many ranks; return the failure, or "" if there is none."""
     out = Path(tasks[0].out)
@@ -20,7 +25,7 @@ def launch(tasks: Sequence[Task], ranks: int) -> str:
     file = out / "tasks.json"
     write_tasks(file, [*tasks])
     log = out / "log.txt"
-    code = run_and_wait([*torchrun(ranks), str(WORKER), str(file)], log)
+    code = start(ranks, file, log)
     for task in tasks:
         missing = [
             rank for rank in range(ranks) if not found_by(task.out, rank).exists()
