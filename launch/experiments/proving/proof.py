@@ -226,13 +226,9 @@ class Proof:
         except ValueError as why:
             self._found.misfits[name] = str(why)
             return
-        own = tensor.double()
-        apart = float((own - expected).norm())
-        norms = float(own.norm()), float(expected.norm())
-        product = float((own * expected).sum())
-        self._found.facts.append(
-            Fact(step, kind, name, apart, *norms, product, own.numel())
-        )
+        apart = float((tensor.double() - expected).norm())
+        norm = float(expected.norm())
+        self._found.facts.append(Fact(step, kind, name, apart, norm))
         bounds = self._task.bounds
         kept = next(iter(self._beyond), f"{step}/").split("/")[0] == str(step)
         beyond = not apart <= bounds.get(key(step, kind, name), float("inf"))

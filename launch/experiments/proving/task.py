@@ -55,19 +55,15 @@ class Fact:
 
     Attributes:
         kind: "weight", "gradient", "buffer" or the name of a moment in the optimizer's state.
-        difference: L2 norm of the difference; `own` and `expected` are the norms of both.
-        product: inner product of both.
-        elements: number of them.
+        difference: its L2 norm.
+        expected: L2 norm of the reference's.
     """
 
     step: int
     kind: str
     name: str
     difference: float
-    own: float
     expected: float
-    product: float
-    elements: int
 
 
 @dataclass(frozen=True)
@@ -85,7 +81,6 @@ class Found:
     facts: list[Fact] = field(default_factory=list)
     losses: dict[int, float] = field(default_factory=dict)
     norms: dict[int, float] = field(default_factory=dict)
-    names: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     misfits: dict[str, str] = field(default_factory=dict)
     unread: list[str] = field(default_factory=list)
