@@ -6,8 +6,6 @@ PYTHONPATH=. python tests/workers/deepspeed_versions.py --out versions
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,9 +14,10 @@ from pathlib import Path
 from launch.console import arguments, ends, terminal
 from launch.console.text_table import table
 from launch.deepspeed_fixes.versions import SEEN
-from launch.experiments.launching import ROOT, own_environment
+from launch.experiments.launching import ROOT, run_and_wait
 from launch.experiments.parity.comparison import RunOutcome, compare, read_outcome
 from launch.experiments.parity.layout_cases import CASES, FORCED, REFERENCE
+from launch.experiments.proving.versions import environments
 from recipes import catalog
 from recipes.schema import Recipe
 
@@ -100,31 +99,16 @@ def recipe_of(args: argparse.Namespace) -> Recipe:
     return catalog.load(args.recipe, [*FORCED, *args.set], tiny=True)
 
 
-def install(release: str, out: Path) -> Path:
-    """Install a release in a folder of its own, to be found before any other; return the folder."""
-    folder = out / "installed" / release
-    if not folder.exists():
-        terminal.say(f"installing DeepSpeed {release}")
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
-        where = ["--no-build-isolation", "--target", str(folder)]
-        environment = {**os.environ, "DS_BUILD_OPS": "0"}
-        subprocess.run([*pip, *where, f"deepspeed=={release}"], env=environment, check=True)
-    return folder
-
-
 def train(args: argparse.Namespace, release: str, out: Path, runs: Path) -> None:
     """Run `compare_layouts.py` under a release; its output goes to a file."""
-    environment = own_environment()
-    if release != SEEN[-1]:
-        folders = (str(install(release, out)), environment["PYTHONPATH"])
-        environment["PYTHONPATH"] = os.pathsep.join(folders)
     terminal.say(f"training under DeepSpeed {release}")
     script = str(ROOT / "launch" / "compare_layouts.py")
     command = [sys.executable, script, "--tiny", "--recipe", args.recipe]
     command += ["--steps", str(args.steps), "--out", str(runs)]
     command += [f"--set={setting}" for setting in args.set]
-    with Path(f"{runs}.txt").open("w") as log:
-        subprocess.run([*command, "--only", *args.only], env=environment, stdout=log, stderr=log)
+    chosen = [] if release == SEEN[-1] else [f"deepspeed={release}"]
+    for _ in environments(chosen, out):
+        run_and_wait([*command, "--only", *args.only], Path(f"{runs}.txt"))
 
 
 def row_of(release: str, pinned: Sequence[RunOutcome], found: Sequence[RunOutcome]) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -41,6 +42,8 @@ def _releases(text: str) -> list[str]:
 
 def _install(release: str, out: Path) -> Path:
     folder = out / release
+    if folder.exists():
+        return folder
     terminal.say(f"installing {release}")
     words = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
     words += ["--target", str(folder), release]
@@ -49,6 +52,7 @@ def _install(release: str, out: Path) -> Path:
         [sys.executable, *words], env=environment, capture_output=True, text=True
     )
     if done.returncode:
+        shutil.rmtree(folder, ignore_errors=True)
         raise ProblemsError.of(
             "--versions",
             release,
