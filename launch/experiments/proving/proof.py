@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import functools
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -243,7 +244,8 @@ class Proof:
         )
 
 
-def open_adapter(file: str | Path) -> Any:
+@functools.cache
+def open_adapter(file: str) -> Any:
     """Load an adapter's file; its folder comes first among the places of imports."""
     path = Path(file).resolve()
     sys.path.insert(0, str(path.parent))

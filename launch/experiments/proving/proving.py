@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from safetensors import safe_open
+
 from launch.console import terminal
 from launch.experiments.proving.layout import SAME, Layout, layout_of
 from launch.experiments.proving.mistakes import Shares
+from launch.experiments.proving.pieces import read
 from launch.experiments.proving.runs import launch
-from launch.experiments.proving.task import INITIAL, Found, Task, found_by, read_found
+from launch.experiments.proving.task import (
+    INITIAL,
+    Found,
+    Task,
+    found_by,
+    read_found,
+    tensors_of,
+)
 from launch.experiments.proving.text import report
 from launch.experiments.proving.verdict import (
     PERTURBED,
@@ -74,12 +85,17 @@ class Reference:
         _check_batch(self.found, [_of(each) for each in shares[2]])
         self.bounds = bounds_of(self.found, map(_of, perturbed), task.precision)
         first = self.found.losses.get(1)
+        directories = {
+            number: [Path(each.out) for each in tasks]
+            for number, tasks in shares.items()
+        }
+        clipped = {
+            Path(each.out): clipped_by(_of(each), each.out)
+            for tasks in shares.values()
+            for each in tasks
+        }
         self.shares = Shares(
-            {
-                number: [Path(each.out) for each in tasks]
-                for number, tasks in shares.items()
-            },
-            random=_of(other_seed).losses.get(1) != first,
+            directories, clipped, random=_of(other_seed).losses.get(1) != first
         )
 
 
@@ -134,6 +150,16 @@ def _prove(
     if failure:
         return Row(layout, failure=failure)
     return row_of(layout, task, reference.found, reference.bounds, reference.shares)
+
+
+def clipped_by(found: Found, out: str) -> float:
+    """Return how many times larger the first step's gradients were before clipping; 1.0: not known."""
+    kept = tensors_of(out, 1)
+    with safe_open(kept, "pt") as stored:
+        names = [name for name in set(stored.keys()) if name.startswith("gradient/")]
+    squares = [float(read(kept, name).square().sum()) for name in names]
+    norm = found.norms.get(1)
+    return norm / math.sqrt(sum(squares)) if norm and squares else 1.0
 
 
 def _of(task: Task) -> Found:

@@ -11,7 +11,13 @@ from typing import Any
 import numpy as np
 
 from launch.experiments.proving.layout import Layout
-from launch.experiments.proving.mistakes import Mistake, Shares, of_gradient, of_update
+from launch.experiments.proving.mistakes import (
+    Figures,
+    Mistake,
+    Shares,
+    of_gradient,
+    of_update,
+)
 from launch.experiments.proving.pieces import Pieces
 from launch.experiments.proving.task import Fact, Found, Task, found_by, key, read_found
 
@@ -129,6 +135,9 @@ def row_of(
     facts = [fact for each in found for fact in each.facts]
     seen = {fact.name for fact in facts}
     names = [of.split("/", 2)[2] for of in bounds.tensors]
+    wrong = {step for step in apart if abs(apart[step]) > bounds.losses[step]}
+    norms = {step: ratio + 1 for step, ratio in ratios.items()}
+    figures = Figures(frozenset(wrong), norms)
     misfits = {why for each in found for why in each.misfits.values()}
     unread = sorted({name for each in found for name in each.unread})
     unknown = sorted({name for each in found for name in each.unknown})
@@ -138,7 +147,7 @@ def row_of(
         norm=_largest(ratios[step] for step in steps if step in ratios),
         gradient=_apart(facts, "gradient"),
         weight=_apart(facts, "weight"),
-        first=_first(layout, task, found, bounds, shares),
+        first=_first(layout, task, found, bounds, shares, figures),
         loss_agrees=all(
             abs(apart[step]) <= bounds.losses[step] for step in steps if step in apart
         ),
@@ -153,7 +162,12 @@ def row_of(
 
 
 def _first(
-    layout: Layout, task: Task, found: Sequence[Found], bounds: Bounds, shares: Shares
+    layout: Layout,
+    task: Task,
+    found: Sequence[Found],
+    bounds: Bounds,
+    shares: Shares,
+    figures: Figures,
 ) -> First | None:
     """Return the first tensor beyond its bound: gradients backward, then moments and weights forward."""
     facts = defaultdict[tuple[int, str], dict[str, dict[int, Fact]]](dict)
@@ -179,7 +193,7 @@ def _first(
                 Path(task.out), Path(task.reference), step, kind, name, [*tensors[name]]
             )
             if kind == "gradient":
-                mistake = of_gradient(pieces, layout, shares)
+                mistake = of_gradient(pieces, layout, shares, figures)
             else:
                 mistake = of_update(pieces, step == task.done)
             bound = bounds.tensors[key(step, kind, name)] / max(worst.expected, 1e-30)
