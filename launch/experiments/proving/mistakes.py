@@ -46,13 +46,11 @@ class Shares:
     """Trainings on one share of the batch each.
 
     Attributes:
-        directories: of the runs, by the number of shares.
-        clipped: by run, how many times its gradients were larger before clipping.
+        runs: by the number of shares; of each how many times larger its gradients were before clipping.
         random: another seed gives another loss.
     """
 
-    directories: dict[int, list[Path]] = field(default_factory=dict)
-    clipped: dict[Path, float] = field(default_factory=dict)
+    runs: Mapping[int, Mapping[Path, float]] = field(default_factory=dict)
     random: bool = False
 
 
@@ -62,10 +60,10 @@ class Figures:
 
     Attributes:
         losses: steps whose losses differ beyond rounding.
-        norms: gradient norms by step, as a ratio.
+        norms: relative differences of gradient norms, by step.
     """
 
-    losses: frozenset[int] = frozenset()
+    losses: Sequence[int] = ()
     norms: Mapping[int, float] = field(default_factory=dict)
 
 
@@ -83,28 +81,24 @@ def of_gradient(
         return drifted if unknown == "other" else Mistake(unknown)
     own = pieces.assembled
     (factor,), apart = _fit(own, [pieces.whole])
-    norm = figures.norms.get(pieces.step, 0.0)
-    if apart < EXPLAINED and abs(factor * norm - 1) < CLOSE:
-        return Mistake("norm", factor)
     if apart < EXPLAINED:
-        return Mistake("factor", factor, _degrees(factor, layout))
-    runs = shares.directories.get(layout.shares, [])
+        norm = 1 + figures.norms.get(pieces.step, -1.0)
+        kind = "norm" if abs(factor * norm - 1) < CLOSE else "factor"
+        return Mistake(kind, factor, _degrees(factor, layout))
+    runs = shares.runs.get(layout.shares, {})
     parts = [read(tensors_of(run, 1), pieces.name) for run in runs]
-    if parts:
+    if 0 < len(parts) < len(own):
         right, whole_apart = _fit(pieces.whole, parts)
         counted, apart = _fit(own, parts)
         if max(apart, whole_apart) < EXPLAINED:
             counts = [a / b for a, b in zip(counted, right, strict=True)]
-            larger = [shares.clipped.get(run, 1.0) for run in runs]
-            return Mistake(_of_counts(counts, counted, larger), counts=counts)
+            kind = _of_counts(counts, counted, [*runs.values()])
+            return Mistake(kind, counts=counts)
+    factors = _factors(pieces)
+    wrong = [rank for rank, factor in factors.items() if abs(factor - 1) > CLOSE]
     if pieces.equal:
-        return Mistake("piece", ranks=[*pieces.own])
-    wrong = [
-        rank for rank, factor in _factors(pieces).items() if abs(factor - 1) > CLOSE
-    ]
-    if wrong:
-        return Mistake("piece", ranks=wrong)
-    return Mistake(unknown)
+        wrong = [*pieces.own]
+    return Mistake("piece", ranks=wrong) if wrong else Mistake(unknown)
 
 
 def of_update(pieces: Pieces, initial: bool) -> Mistake:

@@ -225,9 +225,7 @@ class Proof:
         apart = float((own - expected).norm())
         norms = float(own.norm()), float(expected.norm())
         product = float((own * expected).sum())
-        self._found.facts.append(
-            Fact(step, kind, name, apart, *norms, product, own.numel())
-        )
+        self._found.facts.append(Fact(step, kind, name, apart, *norms, product))
         bounds = self._task.bounds
         kept = next(iter(self._beyond), f"{step}/").split("/")[0] == str(step)
         beyond = not apart <= bounds.get(key(step, kind, name), float("inf"))

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from safetensors import safe_open
+from safetensors.torch import load_file
 
 from launch.console import terminal
 from launch.experiments.proving.layout import SAME, Layout, layout_of
 from launch.experiments.proving.mistakes import Shares
-from launch.experiments.proving.pieces import read
 from launch.experiments.proving.runs import launch
 from launch.experiments.proving.task import (
     INITIAL,
@@ -85,18 +83,10 @@ class Reference:
         _check_batch(self.found, [_of(each) for each in shares[2]])
         self.bounds = bounds_of(self.found, map(_of, perturbed), task.precision)
         first = self.found.losses.get(1)
-        directories = {
-            number: [Path(each.out) for each in tasks]
-            for number, tasks in shares.items()
-        }
-        clipped = {
-            Path(each.out): clipped_by(_of(each), each.out)
-            for tasks in shares.values()
-            for each in tasks
-        }
-        self.shares = Shares(
-            directories, clipped, random=_of(other_seed).losses.get(1) != first
-        )
+        runs = {}
+        for number, tasks in shares.items():
+            runs[number] = {Path(each.out): _clipped(each) for each in tasks}
+        self.shares = Shares(runs, random=_of(other_seed).losses.get(1) != first)
 
 
 def prove(
@@ -152,14 +142,14 @@ def _prove(
     return row_of(layout, task, reference.found, reference.bounds, reference.shares)
 
 
-def clipped_by(found: Found, out: str) -> float:
+def _clipped(task: Task) -> float:
     """Return how many times larger the first step's gradients were before clipping; 1.0: not known."""
-    kept = tensors_of(out, 1)
-    with safe_open(kept, "pt") as stored:
-        names = [name for name in set(stored.keys()) if name.startswith("gradient/")]
-    squares = [float(read(kept, name).square().sum()) for name in names]
-    norm = found.norms.get(1)
-    return norm / math.sqrt(sum(squares)) if norm and squares else 1.0
+    kept = load_file(tensors_of(task.out, 1))
+    gradients = [each for name, each in kept.items() if name.startswith("gradient/")]
+    norm = _of(task).norms.get(1)
+    if not norm or not gradients:
+        return 1.0
+    return norm / float(sum(each.double().square().sum() for each in gradients)) ** 0.5
 
 
 def _of(task: Task) -> Found:

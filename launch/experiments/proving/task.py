@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -57,7 +58,6 @@ class Fact:
         kind: "weight", "gradient", "buffer" or the name of a moment in the optimizer's state.
         difference: L2 norm of the difference; `own` and `expected` are the norms of both.
         product: inner product of both.
-        elements: number of them.
     """
 
     step: int
@@ -67,7 +67,12 @@ class Fact:
     own: float
     expected: float
     product: float
-    elements: int
+
+    @property
+    def across(self) -> float:
+        """Return the L2 norm of what is no multiple of the reference's."""
+        along = self.product / max(self.expected, 1e-30)
+        return math.sqrt(max(self.own**2 - along**2, 0.0))
 
 
 @dataclass(frozen=True)
@@ -85,7 +90,6 @@ class Found:
     facts: list[Fact] = field(default_factory=list)
     losses: dict[int, float] = field(default_factory=dict)
     norms: dict[int, float] = field(default_factory=dict)
-    names: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     misfits: dict[str, str] = field(default_factory=dict)
     unread: list[str] = field(default_factory=list)

@@ -135,9 +135,12 @@ def row_of(
     facts = [fact for each in found for fact in each.facts]
     seen = {fact.name for fact in facts}
     names = [of.split("/", 2)[2] for of in bounds.tensors]
-    wrong = {step for step in apart if abs(apart[step]) > bounds.losses[step]}
-    norms = {step: ratio + 1 for step, ratio in ratios.items()}
-    figures = Figures(frozenset(wrong), norms)
+    wrong = [
+        step
+        for step in steps
+        if step in apart and not abs(apart[step]) <= bounds.losses[step]
+    ]
+    figures = Figures(wrong, ratios)
     misfits = {why for each in found for why in each.misfits.values()}
     unread = sorted({name for each in found for name in each.unread})
     unknown = sorted({name for each in found for name in each.unknown})
@@ -148,9 +151,7 @@ def row_of(
         gradient=_apart(facts, "gradient"),
         weight=_apart(facts, "weight"),
         first=_first(layout, task, found, bounds, shares, figures),
-        loss_agrees=all(
-            abs(apart[step]) <= bounds.losses[step] for step in steps if step in apart
-        ),
+        loss_agrees=not wrong,
         norm_agrees=all(
             abs(ratios[step]) <= bounds.norms[step] for step in steps if step in ratios
         ),
@@ -177,7 +178,7 @@ def _first(
             of_name[rank] = fact
     for step, kind in sorted(facts, key=lambda each: (each[0], _order(each[1]))):
         tensors = facts[step, kind]
-        beyond = {}
+        beyond, others = {}, []
         for name, by_rank in tensors.items():
             bound = bounds.tensors.get(key(step, kind, name), np.inf)
             ranks = [
@@ -185,8 +186,14 @@ def _first(
             ]
             if ranks:
                 beyond[name] = ranks
+            if kind == "gradient" and any(
+                by_rank[rank].across > bound for rank in ranks
+            ):
+                others.append(name)
         if beyond:
-            name = [*beyond][-1 if kind == "gradient" else 0]
+            # clipping scales all others, where one is wrong
+            names = others if others and len(beyond) == len(tensors) else [*beyond]
+            name = names[-1 if kind == "gradient" else 0]
             ranks = beyond[name]
             worst = max((tensors[name][rank] for rank in ranks), key=_relative)
             pieces = Pieces(

@@ -46,7 +46,7 @@ class Found:
         cut: bool = False,
     ) -> Mistake:
         runs = [self.folder / "share-0", self.folder / "share-1"]
-        shares = Shares({2: runs}, dict(zip(runs, clipped, strict=True)), random)
+        shares = Shares({2: dict(zip(runs, clipped, strict=True))}, random)
         return of_gradient(self.pieces("gradient", 1, own, cut), layout_of(layout), shares, figures)
 
     def update(self, own: dict[int, torch.Tensor]) -> Mistake:
@@ -70,7 +70,7 @@ def test_a_gradient_is_taken_apart_into_shares_of_the_batch(found):
     doubled = found.gradient(both(2 * G))
     assert (doubled.kind, doubled.degrees) == ("factor", ["dp"])
     assert "2 times as large, as data parallel degree" in sentence(doubled)
-    assert found.gradient(both(0.8 * G), figures=Figures(norms={1: 1.25})).kind == "norm"
+    assert found.gradient(both(0.8 * G), figures=Figures(norms={1: 0.25})).kind == "norm"
     missing = found.gradient(both(0.7 * G0))
     assert missing.kind == "missing" and "1.00, 0.00 times" in sentence(missing)
     assert found.gradient(both(0.5 * G0 + 0.5 * G1)).kind == "means"
@@ -82,7 +82,7 @@ def test_a_gradient_is_taken_apart_into_shares_of_the_batch(found):
 
 def test_what_the_batch_does_not_explain(found):
     assert found.gradient(both(G + REST)).kind == "other"
-    assert found.gradient(both(G + REST), figures=Figures(frozenset({1}))).kind == "forward"
+    assert found.gradient(both(G + REST), figures=Figures([1])).kind == "forward"
     assert found.gradient({0: G + REST, 1: G - G1}, random=True).kind == "random"
 
 
