@@ -111,7 +111,7 @@ def of_update(pieces: Pieces, initial: bool) -> Mistake:
     own = pieces.assembled - pieces.before
     update = pieces.whole - pieces.before
     if own.norm() < EXPLAINED * update.norm():
-        return Mistake("still", 0.0)
+        return Mistake("still")
     (rate, decay), apart = _fit(own, [update, pieces.before])
     if apart > 10 * EXPLAINED:
         return drifted or Mistake("update")

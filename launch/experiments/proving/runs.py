@@ -35,4 +35,7 @@ def _failure(out: Path, log: Path, ranks: int) -> str:
         text = stack.read_text() if stack.exists() else ""
         if text:
             return f"rank {rank} came to no end of a step; it was at\n{text.strip()[:MOST_SHOWN]}"
-    return log.read_text(errors="replace").strip()[-MOST_SHOWN:]
+    said = log.read_text(errors="replace").strip()
+    # torchrun's own traceback stands last
+    raised = [line for line in said.splitlines() if line.startswith("[rank")]
+    return ("\n".join(raised) or said)[-MOST_SHOWN:]
