@@ -7,7 +7,7 @@ of a weight is taken apart into the reference's and the weight itself: learning 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -46,68 +46,82 @@ class Shares:
     """Trainings on one share of the batch each.
 
     Attributes:
-        directories: of the runs, by the number of shares.
-        clipped: gradients are, by the shares' own norms.
+        runs: by the number of shares; of each how many times larger its gradients were before clipping.
         random: another seed gives another loss.
     """
 
-    directories: dict[int, list[Path]] = field(default_factory=dict)
-    clipped: bool = False
+    runs: Mapping[int, Mapping[Path, float]] = field(default_factory=dict)
     random: bool = False
 
 
-def of_gradient(pieces: Pieces, layout: Layout, shares: Shares) -> Mistake:
-    """Tell the kind of a differing gradient or moment."""
+@dataclass(frozen=True)
+class Figures:
+    """What a program tells of its steps, next to one process.
+
+    Attributes:
+        losses: steps whose losses differ beyond rounding.
+        norms: relative differences of gradient norms, by step.
+    """
+
+    losses: Sequence[int] = ()
+    norms: Mapping[int, float] = field(default_factory=dict)
+
+
+def of_gradient(
+    pieces: Pieces, layout: Layout, shares: Shares, figures: Figures
+) -> Mistake:
+    """Tell the kind of a differing gradient."""
     drifted = of_replicas(pieces)
-    if drifted:
+    if drifted and drifted.kind != "replica":
         return drifted
+    unknown = "forward" if pieces.step in figures.losses else "other"
+    if shares.random:
+        unknown = "random"
+    if drifted:
+        return drifted if unknown == "other" else Mistake(unknown)
     own = pieces.assembled
     (factor,), apart = _fit(own, [pieces.whole])
     if apart < EXPLAINED:
-        return Mistake("factor", factor, _degrees(factor, layout))
-    runs = shares.directories.get(layout.shares, [])
+        norm = 1 + figures.norms.get(pieces.step, -1.0)
+        kind = "norm" if abs(factor * norm - 1) < CLOSE else "factor"
+        return Mistake(kind, factor, _degrees(factor, layout))
+    runs = shares.runs.get(layout.shares, {})
     parts = [read(tensors_of(run, 1), pieces.name) for run in runs]
-    if parts:
+    if 0 < len(parts) < len(own):
         right, whole_apart = _fit(pieces.whole, parts)
         counted, apart = _fit(own, parts)
         if max(apart, whole_apart) < EXPLAINED:
             counts = [a / b for a, b in zip(counted, right, strict=True)]
-            return Mistake(_of_counts(counts, counted, shares), counts=counts)
+            kind = _of_counts(counts, counted, [*runs.values()])
+            return Mistake(kind, counts=counts)
+    factors = _factors(pieces)
+    wrong = [rank for rank, factor in factors.items() if abs(factor - 1) > CLOSE]
     if pieces.equal:
-        return Mistake("piece", ranks=[*pieces.own])
-    factors = []
-    for rank, numbers in pieces.own.items():
-        (factor,), apart = _fit(numbers, [pieces.whole[pieces.elements[rank]]])
-        if apart < EXPLAINED and abs(factor - 1) > CLOSE:
-            factors.append(rank)
-    if factors:
-        return Mistake("piece", ranks=factors)
-    return Mistake("random" if shares.random else "other")
+        wrong = [*pieces.own]
+    return Mistake("piece", ranks=wrong) if wrong else Mistake(unknown)
 
 
 def of_update(pieces: Pieces, initial: bool) -> Mistake:
-    """Tell the kind of a weight that differs though its gradient does not."""
+    """Tell the kind of a weight or moment that differs though its gradient does not."""
     if initial:
         return Mistake("initial", ranks=[*pieces.own])
     drifted = of_replicas(pieces)
-    if drifted:
-        return drifted
-    if pieces.before is None:
-        return Mistake("other")
+    if pieces.before is None or (drifted and drifted.kind == "not summed"):
+        return drifted or Mistake("history")
     own = pieces.assembled - pieces.before
     update = pieces.whole - pieces.before
     if own.norm() < EXPLAINED * update.norm():
-        return Mistake("still", 0.0)
+        return Mistake("still")
     (rate, decay), apart = _fit(own, [update, pieces.before])
     if apart > 10 * EXPLAINED:
-        return Mistake("update")
+        return drifted or Mistake("update")
     if abs(rate - 1) > CLOSE:
         return Mistake("rate", rate)
     return Mistake("decay", decay)
 
 
 def of_replicas(pieces: Pieces) -> Mistake | None:
-    """Tell whether ranks with the same elements have other numbers."""
+    """Tell how ranks differ that have the same elements, and not the same numbers."""
     for ranks in pieces.replicas.values():
         owns = [pieces.own[rank] for rank in ranks]
         right = pieces.whole[pieces.elements[ranks[0]]]
@@ -116,13 +130,26 @@ def of_replicas(pieces: Pieces) -> Mistake | None:
         same = [rank for rank in pieces.equal if len(owns[0]) == len(pieces.whole)]
         if spread < CLOSE * apart and not same:
             continue
-        if not same:
-            total = torch.stack(owns).sum(0)
-            (factor,), residual = _fit(total, [right])
-            if residual < EXPLAINED:
-                return Mistake("not summed", factor, ranks=ranks)
+        factors = _factors(pieces)
+        if {*ranks} <= {*factors}:
+            return Mistake(
+                "scales", counts=[factors[rank] for rank in ranks], ranks=ranks
+            )
+        (factor,), residual = _fit(torch.stack(owns).sum(0), [right])
+        if residual < EXPLAINED and not same:
+            return Mistake("not summed", factor, ranks=ranks)
         return Mistake("replica", ranks=ranks)
     return None
+
+
+def _factors(pieces: Pieces) -> dict[int, float]:
+    """Return by how much the numbers of a rank are too large, of ranks of which that is all."""
+    factors = {}
+    for rank, own in pieces.own.items():
+        (factor,), apart = _fit(own, [pieces.whole[pieces.elements[rank]]])
+        if apart < EXPLAINED:
+            factors[rank] = factor
+    return factors
 
 
 def _fit(of: Tensor, parts: Sequence[Tensor]) -> tuple[list[float], float]:
@@ -145,12 +172,20 @@ def _degrees(factor: float, layout: Layout) -> list[str]:
 
 
 def _of_counts(
-    counts: Sequence[float], factors: Sequence[float], shares: Shares
+    counts: Sequence[float], factors: Sequence[float], clipped: Sequence[float]
 ) -> str:
-    """Tell the kind by how often the shares count, and by their factors in the sum."""
+    """Tell the kind by how often the shares count, and by their factors in the sum.
+
+    `clipped`: how many times a share's gradients were larger before clipping.
+    """
     largest = max(map(abs, counts))
     if min(map(abs, counts)) < CLOSE * largest:
         return "missing"
-    if max(factors) - min(factors) < CLOSE * max(factors):
-        return "clipped" if shares.clipped else "means"
-    return "counts"
+    if _alike(factors) and max(clipped) > 1 + CLOSE:
+        return "clipped"
+    unclipped = [a / b for a, b in zip(factors, clipped, strict=True)]
+    return "means" if _alike(unclipped) else "counts"
+
+
+def _alike(numbers: Sequence[float]) -> bool:
+    return max(numbers) - min(numbers) < CLOSE * max(numbers)

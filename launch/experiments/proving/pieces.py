@@ -16,6 +16,7 @@ class Pieces:
     """A tensor that differs on a rank.
 
     Attributes:
+        step: of the optimizer.
         whole: as one process has it, (n,), in double precision.
         before: the same a step earlier; None for gradients.
         own: by rank that differs, its numbers (m,).
@@ -32,7 +33,7 @@ class Pieces:
         name: str,
         ranks: Sequence[int],
     ) -> None:
-        self.kind = kind
+        self.step = step
         of = f"{kind}/{name}"
         self.name = of
         self.whole = read(tensors_of(reference, step), of)

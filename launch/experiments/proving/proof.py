@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import functools
 import importlib.util
 import os
 import sys
@@ -226,9 +227,13 @@ class Proof:
         except ValueError as why:
             self._found.misfits[name] = str(why)
             return
-        apart = float((tensor.double() - expected).norm())
-        norm = float(expected.norm())
-        self._found.facts.append(Fact(step, kind, name, apart, norm))
+        own = tensor.double()
+        norm = expected.norm().clamp_min(1e-30)
+        along = (own * expected).sum() / norm**2
+        sizes = (own - expected, own - along * expected, expected)
+        apart, across, of_expected = (float(each.norm()) for each in sizes)
+        fact = Fact(step, kind, name, apart, across, of_expected)
+        self._found.facts.append(fact)
         bounds = self._task.bounds
         kept = next(iter(self._beyond), f"{step}/").split("/")[0] == str(step)
         beyond = not apart <= bounds.get(key(step, kind, name), float("inf"))
@@ -249,7 +254,8 @@ class Proof:
         self._end.start()
 
 
-def open_adapter(file: str | Path) -> Any:
+@functools.cache
+def open_adapter(file: str) -> Any:
     """Load an adapter's file; its folder comes first among the places of imports."""
     path = Path(file).resolve()
     sys.path.insert(0, str(path.parent))

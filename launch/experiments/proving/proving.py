@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+from safetensors.torch import load_file
 
 from launch.console import terminal
 from launch.experiments.proving.layout import SAME, Layout, layout_of
 from launch.experiments.proving.mistakes import Shares
 from launch.experiments.proving.runs import launch
-from launch.experiments.proving.task import INITIAL, Found, Task, found_by, read_found
+from launch.experiments.proving.task import (
+    INITIAL,
+    Found,
+    Task,
+    found_by,
+    read_found,
+    tensors_of,
+)
 from launch.experiments.proving.text import report
 from launch.experiments.proving.verdict import (
     PERTURBED,
@@ -74,13 +84,10 @@ class Reference:
         _check_batch(self.found, [_of(each) for each in shares[2]])
         self.bounds = bounds_of(self.found, map(_of, perturbed), task.precision)
         first = self.found.losses.get(1)
-        self.shares = Shares(
-            {
-                number: [Path(each.out) for each in tasks]
-                for number, tasks in shares.items()
-            },
-            random=_of(other_seed).losses.get(1) != first,
-        )
+        runs = {}
+        for number, tasks in shares.items():
+            runs[number] = {Path(each.out): _clipped(each) for each in tasks}
+        self.shares = Shares(runs, random=_of(other_seed).losses.get(1) != first)
 
 
 @dataclass(frozen=True)
@@ -144,6 +151,17 @@ def _row(reference: Reference, layout: Layout, task: Task, resume: str) -> Row:
     if failure:
         return Row(layout, failure=failure)
     return row_of(layout, task, reference.found, reference.bounds, reference.shares)
+
+
+def _clipped(task: Task) -> float:
+    """Return how many times larger the first step's gradients were before clipping; 1.0: not known."""
+    kept = load_file(tensors_of(task.out, 1))
+    gradients = [each for name, each in kept.items() if name.startswith("gradient/")]
+    norm = _of(task).norms.get(1)
+    if not norm or not gradients:
+        return 1.0
+    squares = [float(each.double().square().sum()) for each in gradients]
+    return norm / math.sqrt(sum(squares))
 
 
 def _of(task: Task) -> Found:

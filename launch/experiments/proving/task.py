@@ -56,6 +56,7 @@ class Fact:
     Attributes:
         kind: "weight", "gradient", "buffer" or the name of a moment in the optimizer's state.
         difference: its L2 norm.
+        across: L2 norm of what is no multiple of the reference's.
         expected: L2 norm of the reference's.
     """
 
@@ -63,6 +64,7 @@ class Fact:
     kind: str
     name: str
     difference: float
+    across: float
     expected: float
 
 

@@ -15,15 +15,19 @@ from recipes.problems import counted
 HEADINGS = ("layout", "ranks", "loss", "grad norm", "gradients", "weights", "agrees")
 SENTENCES = {
     "factor": "it is {factor:.4g} times as large{degrees}",
+    "norm": "it is {factor:.4g} times as large, as it is clipped by another norm",
     "missing": "a share of the batch does not count: its shares count {counts} times",
     "counts": "shares of the batch do not count alike, but {counts} times",
     "means": "a mean is taken of each share of the batch, not over all tokens",
     "clipped": "each share's gradient is clipped before they are averaged",
     "piece": "it is so on {ranks} alone",
     "replica": "{ranks} have other numbers for the same elements: replicas that drifted",
+    "scales": "{ranks} have it {counts} times as large: each scales by numbers of its own, as by its own norm",
     "not summed": "the sum over {ranks} is {factor:.4g} times the right one: it is not reduced over them",
     "random": "nothing of the batch explains it; the program draws at random, so perhaps another stream",
-    "initial": "before any step: {ranks} train other weights than those given",
+    "forward": "the loss differs, too, and no shares of the batch explain it: the forward pass is another",
+    "initial": "before any step it is not as given, or as saved, on {ranks}",
+    "history": "its gradient of this step is right, earlier ones in it are not: reset, or not loaded",
     "still": "it is not updated",
     "rate": "its gradient is right, its update {factor:.4g} times as large: the rate, or a step made twice",
     "decay": "its update is off by {factor:.2g} times the weight: weight decay",
@@ -114,7 +118,7 @@ def sentence(mistake: Mistake) -> str:
     return SENTENCES[mistake.kind].format(
         factor=mistake.factor,
         degrees=f", as {' or '.join(words)}" if words else "",
-        counts=", ".join(f"{each:.2f}" for each in mistake.counts),
+        counts=", ".join(f"{round(each, 2) + 0.0:.2f}" for each in mistake.counts),
         ranks=_ranks(mistake.ranks),
     )
 

@@ -11,7 +11,13 @@ from typing import Any
 import numpy as np
 
 from launch.experiments.proving.layout import Layout
-from launch.experiments.proving.mistakes import Mistake, Shares, of_gradient, of_update
+from launch.experiments.proving.mistakes import (
+    Figures,
+    Mistake,
+    Shares,
+    of_gradient,
+    of_update,
+)
 from launch.experiments.proving.pieces import Pieces
 from launch.experiments.proving.task import Fact, Found, Task, found_by, key, read_found
 
@@ -129,6 +135,12 @@ def row_of(
     facts = [fact for each in found for fact in each.facts]
     seen = {fact.name for fact in facts}
     names = [of.split("/", 2)[2] for of in bounds.tensors]
+    wrong = [
+        step
+        for step in steps
+        if step in apart and not abs(apart[step]) <= bounds.losses[step]
+    ]
+    figures = Figures(wrong, ratios)
     misfits = {why for each in found for why in each.misfits.values()}
     unread = sorted({name for each in found for name in each.unread})
     unknown = sorted({name for each in found for name in each.unknown})
@@ -138,10 +150,8 @@ def row_of(
         norm=_largest(ratios[step] for step in steps if step in ratios),
         gradient=_apart(facts, "gradient"),
         weight=_apart(facts, "weight"),
-        first=_first(layout, task, found, bounds, shares),
-        loss_agrees=all(
-            abs(apart[step]) <= bounds.losses[step] for step in steps if step in apart
-        ),
+        first=_first(layout, task, found, bounds, shares, figures),
+        loss_agrees=not wrong,
         norm_agrees=all(
             abs(ratios[step]) <= bounds.norms[step] for step in steps if step in ratios
         ),
@@ -153,7 +163,12 @@ def row_of(
 
 
 def _first(
-    layout: Layout, task: Task, found: Sequence[Found], bounds: Bounds, shares: Shares
+    layout: Layout,
+    task: Task,
+    found: Sequence[Found],
+    bounds: Bounds,
+    shares: Shares,
+    figures: Figures,
 ) -> First | None:
     """Return the first tensor beyond its bound: gradients backward, then moments and weights forward."""
     facts = defaultdict[tuple[int, str], dict[str, dict[int, Fact]]](dict)
@@ -163,7 +178,7 @@ def _first(
             of_name[rank] = fact
     for step, kind in sorted(facts, key=lambda each: (each[0], _order(each[1]))):
         tensors = facts[step, kind]
-        beyond = {}
+        beyond, others = {}, []
         for name, by_rank in tensors.items():
             bound = bounds.tensors.get(key(step, kind, name), np.inf)
             ranks = [
@@ -171,15 +186,21 @@ def _first(
             ]
             if ranks:
                 beyond[name] = ranks
+            if kind == "gradient" and any(
+                by_rank[rank].across > bound for rank in ranks
+            ):
+                others.append(name)
         if beyond:
-            name = [*beyond][-1 if kind == "gradient" else 0]
+            # clipping scales all others, where one is wrong
+            names = others if others and len(beyond) == len(tensors) else [*beyond]
+            name = names[-1 if kind == "gradient" else 0]
             ranks = beyond[name]
             worst = max((tensors[name][rank] for rank in ranks), key=_relative)
             pieces = Pieces(
                 Path(task.out), Path(task.reference), step, kind, name, [*tensors[name]]
             )
             if kind == "gradient":
-                mistake = of_gradient(pieces, layout, shares)
+                mistake = of_gradient(pieces, layout, shares, figures)
             else:
                 mistake = of_update(pieces, step == task.done)
             bound = bounds.tensors[key(step, kind, name)] / max(worst.expected, 1e-30)

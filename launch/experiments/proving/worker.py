@@ -20,8 +20,8 @@ def work(file: Path) -> None:
     """Train every task of a file."""
     tasks = read_tasks(file)
     start_processes()
-    adapter = open_adapter(tasks[0].adapter)
     for task in tasks:
+        adapter = open_adapter(task.adapter)
         with temporary_groups():
             proof = Proof(task, adapter)
             try:
