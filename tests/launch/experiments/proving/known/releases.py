@@ -27,7 +27,7 @@ class Release:
         source: where it was reported.
         requirements: packages with their versions; none: it is in the one that is installed.
         words: of the command, behind the adapter.
-        first: tensor that is named.
+        first: what is named; "": it is not found.
         changes: of the adapter's text.
     """
 
@@ -74,7 +74,7 @@ RELEASES = (
         "deepspeedai DeepSpeed 7718",
         ("deepspeed==0.18.2",),
         "--layouts dp2-zero2 --accumulation 2",
-        "head.bias",
+        "gradient of head.bias",
     ),
     # a hook of a parameter fires as often as its module is used
     Release(
@@ -84,14 +84,15 @@ RELEASES = (
         "",
         (("        return self.head(hidden)\n", TWICE),),
     ),
-    # gradients are divided by a loss scale that the loss has not, and not zeroed
+    # gradients are not zeroed after a step, and divided by a loss scale that the loss has not
     Release(
         "deepspeedai DeepSpeed 7837",
         ("deepspeed==0.18.3",),
         "--layouts dp1-zero0 --precision bf16 --reference zero1",
-        "",
+        "weight of layers.layers.0.self_attn.out_proj.bias",
     ),
-    # the last micro-batch is added after the gradients were reduced
+    # the last micro-batch is added after the gradients were reduced; its optimizer shows no moments, and the
+    # weights are within the rounding of bf16
     Release(
         "deepspeedai DeepSpeed 7985",
         ("deepspeed==0.18.3",),
@@ -104,7 +105,7 @@ RELEASES = (
         "huggingface transformers 34191",
         ("transformers==4.45.2", "tokenizers==0.20.3", "huggingface_hub==0.25.2", "accelerate==0.34.2"),
         "--layouts dp1-accumulation2",
-        "transformer.ln_f.bias",
+        "gradient of transformer.ln_f.bias",
         loop=TRAINER,
     ),
     # the mean over each rank's own tokens, where average_tokens_across_devices is not set
@@ -112,7 +113,7 @@ RELEASES = (
         "huggingface transformers 34242",
         ("transformers==4.46.3", "tokenizers==0.20.3", "huggingface_hub==0.25.2", "accelerate==0.34.2"),
         "--layouts dp2",
-        "transformer.ln_f.bias",
+        "gradient of transformer.ln_f.bias",
         loop=TRAINER,
     ),
 )
