@@ -20,6 +20,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from tiny_model import LENGTH, VOCABULARY, WIDTH, batch
 from torch.overrides import TorchFunctionMode
 
@@ -31,17 +32,28 @@ class OnCpu(TorchFunctionMode):
     """Makes on the CPU what Megatron makes on a GPU."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.cuda:
+            return args[0]
         kwargs = {**(kwargs or {})}
         if kwargs.get("device") == "cuda":
             kwargs["device"] = "cpu"
         return func(*args, **kwargs)
 
 
+class Norm(torch.nn.LayerNorm):
+    """Megatron's own is Apex's; its gradients are summed over the tensor ranks under sequence parallelism."""
+
+    def __init__(self, config, hidden_size, eps):
+        super().__init__(hidden_size, eps)
+        for each in self.parameters():
+            each.sequence_parallel = config.sequence_parallel
+
+
 def forward(batches, model):
     tokens = next(batches)["input_ids"]
     places = torch.arange(LENGTH).expand_as(tokens)
-    hidden = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)[None, None]
-    output = model(tokens, places, hidden, labels=tokens.roll(-1, 1))
+    later = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)[None, None]
+    output = model(tokens, places, later, labels=tokens.roll(-1, 1))
 
     def mean(losses):
         return losses.mean(), losses.mean().item()
@@ -51,8 +63,7 @@ def forward(batches, model):
 
 def train(proof):
     """Your loop. What starts with `proof.` is what the proof needs."""
-    torch.cuda.current_device = lambda: "cpu"
-    torch.cuda.synchronize = lambda: None
+    vars(torch.cuda).update(current_device=lambda: "cpu", synchronize=lambda: None)
     with OnCpu():
         train_on_cpu(proof)
 
@@ -75,16 +86,20 @@ def train_on_cpu(proof):
         use_cpu_initialization=True,
         finalize_model_grads_func=finalize_model_grads,
     )
+    layer = get_gpt_layer_local_spec()
+    layer.submodules.input_layernorm = Norm
+    layer.submodules.pre_mlp_layernorm = Norm
+    own_layers = LAYERS // layout["pp"]
     model = GPTModel(
         config,
-        get_gpt_layer_local_spec(),
+        TransformerBlockSubmodules([layer] * own_layers, Norm),
         VOCABULARY,
         LENGTH,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=True,
     )
-    first = parallel_state.get_pipeline_model_parallel_rank() * LAYERS // layout["pp"]
+    first = parallel_state.get_pipeline_model_parallel_rank() * own_layers
 
     def name(own):
         """The name in one process: layers are counted over stages, the head is the embedding."""

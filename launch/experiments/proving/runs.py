@@ -10,6 +10,8 @@ from launch.experiments.proving.task import Task, found_by, write_tasks
 
 WORKER = Path(__file__).with_name("worker.py")
 MOST_SHOWN = 2000  # characters of a failure, from its end
+# in the lines that torchrun writes once a rank has failed
+TORCHRUN = "torch/distributed/elastic/multiprocessing/api.py"
 
 
 def launch(tasks: Sequence[Task], ranks: int) -> str:
@@ -35,4 +37,5 @@ def _failure(out: Path, log: Path, ranks: int) -> str:
         text = stack.read_text() if stack.exists() else ""
         if text:
             return f"rank {rank} came to no end of a step; it was at\n{text.strip()[:MOST_SHOWN]}"
-    return log.read_text(errors="replace").strip()[-MOST_SHOWN:]
+    ranks_said, _, _ = log.read_text(errors="replace").partition(TORCHRUN)
+    return ranks_said.strip()[-MOST_SHOWN:]
