@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from launch.experiments.proving.layout import layout_of
+from launch.experiments.proving.layout import ACCUMULATION, layout_of
 from launch.experiments.proving.reading import Reading, whole
 from launch.experiments.proving.task import (
     INITIAL,
@@ -135,6 +135,12 @@ class Proof:
                 )
             part[name] = tensor.chunk(number)[index]
         return part
+
+    def micro_batches(self, batch: Batch, index: int) -> list[Batch]:
+        """Return those of the data-parallel rank with `index`, by a step's accumulation. Raises ValueError."""
+        own = self.rows(batch, index, self.layout["dp"])
+        number = self.layout[ACCUMULATION]
+        return [self.rows(own, each, number) for each in range(number)]
 
     def step(self, loss: Any = None, norm: Any = None) -> None:
         """Compare what the optimizer's step left with the reference.

@@ -24,8 +24,9 @@ class Reading:
     def __init__(self, tensors: Mapping[str, Tensor], optimizer: Any) -> None:
         self.unread = set[str]()
         self._tensors = tensors
-        self._engines = optimizer
+        self._wrappers = []
         while hasattr(optimizer, "optimizer"):
+            self._wrappers.append(optimizer)
             optimizer = optimizer.optimizer
         self._optimizer = optimizer
         self._before = Tensors()
@@ -61,8 +62,12 @@ class Reading:
 
     def moments(self) -> dict[str, Tensors]:
         """Return the moments by kind; none before the first step. A gradient is told from those read last."""
-        # DeepSpeed does that in the first step, also in a run that has loaded moments
-        getattr(self._engines, "_lazy_init_hp_params_optimizer_state", lambda: None)()
+        for each in self._wrappers:
+            if hasattr(each, "_lazy_init_hp_params_optimizer_state"):
+                # DeepSpeed does that once, after the first step of the first group of parameters: also in a
+                # run that has loaded moments, and without those of the other groups
+                each._hp_optimizer_states_linked = False
+                each._lazy_init_hp_params_optimizer_state()
         found = set[str]()
         for state in self._optimizer.state.values() if self._optimizer else ():
             found |= {name for name, each in state.items() if _has_dims(each)}

@@ -11,6 +11,8 @@ from launch.experiments.proving.task import Task, found_by, write_tasks
 WORKER = Path(__file__).with_name("worker.py")
 WAITED = "Timeout"  # first word of what faulthandler writes
 MOST_SHOWN = 2000  # characters of a failure, from its end
+# in the lines that torchrun writes once a rank has failed
+TORCHRUN = "torch/distributed/elastic/multiprocessing/api.py"
 
 
 def start(ranks: int, file: Path, log: Path) -> int:
@@ -40,7 +42,8 @@ def _failure(task: Task, log: Path, ranks: int) -> str:
     stacks = [Path(task.out) / f"rank-{rank}-stack.txt" for rank in range(ranks)]
     told = [each for each in stacks if each.exists() and each.stat().st_size]
     if not told:
-        return log.read_text(errors="replace").strip()[-MOST_SHOWN:]
+        of_ranks, _, _ = log.read_text(errors="replace").partition(TORCHRUN)
+        return of_ranks.strip()[-MOST_SHOWN:]
     first = min(told, key=lambda each: each.stat().st_mtime_ns)
     text = first.read_text(errors="replace")
     if not text.startswith(WAITED):

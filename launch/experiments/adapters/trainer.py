@@ -1,0 +1,61 @@
+"""transformers' Trainer, proven: a callback hands over what is trained, and each step.
+
+python launch/prove.py launch/experiments/adapters/trainer.py \\
+    --layouts dp2 dp2-zero1 dp2-zero3 dp2-accumulation2
+"""
+
+import tempfile
+
+from tiny_model import batch, llama
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+__all__ = ["batch", "train"]
+
+
+class Steps(TrainerCallback):
+    """Says what is trained, and what each step gave."""
+
+    def __init__(self, proof):
+        self.proof = proof
+
+    def on_train_begin(self, args, state, control, **given):
+        self.proof.watch(given["model"], given["optimizer"])
+
+    def on_log(self, args, state, control, **given):
+        logs = given["logs"]
+        if "loss" in logs:
+            self.proof.step(logs["loss"], logs["grad_norm"])
+
+
+def train(proof):
+    """Your script. What starts with `proof.` is what the proof needs."""
+    config = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "zero_optimization": {"stage": proof.layout["zero"]},
+        "bf16": {"enabled": "auto"},
+        "zero_allow_untested_optimizer": True,
+    }
+    dataset = []
+    for rows in proof.batches():
+        dataset += [{"input_ids": row, "labels": row} for row in rows["input_ids"]]
+    arguments = TrainingArguments(
+        output_dir=tempfile.mkdtemp(),
+        use_cpu=True,
+        per_device_train_batch_size=8 // proof.layout.shares,
+        gradient_accumulation_steps=proof.layout["accumulation"],
+        num_train_epochs=1,
+        train_sampling_strategy="sequential",
+        learning_rate=1e-3,
+        weight_decay=0.1,
+        lr_scheduler_type="constant",
+        bf16=proof.precision == "bf16",
+        deepspeed=config if "zero" in proof.layout.words else None,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+    )
+    model = llama()
+    proof.load(model)
+    Trainer(model, arguments, train_dataset=dataset, callbacks=[Steps(proof)]).train()
