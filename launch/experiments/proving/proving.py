@@ -149,7 +149,8 @@ def _clipped(task: Task) -> float:
     norm = _of(task).norms.get(1)
     if not norm or not gradients:
         return 1.0
-    return norm / float(sum(each.double().square().sum() for each in gradients)) ** 0.5
+    squares = sum(float(each.double().square().sum()) for each in gradients)
+    return float(norm / squares**0.5)
 
 
 def _of(task: Task) -> Found:
