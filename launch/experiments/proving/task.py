@@ -10,7 +10,6 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 INITIAL = "initial.safetensors"
-REFERENCE = "one process"
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +79,7 @@ class Row:
     lost: Sequence[str] = ()
     unread: Sequence[str] = ()
     failure: str = ""
-    notes: Sequence[str] = field(default=())
+    notes: Sequence[str] = ()
 
     @property
     def agrees(self) -> bool:
