@@ -3,7 +3,7 @@
 It wants `pip install megatron-core==0.16.1`, and no GPU: it is told to be on a CPU.
 
 python launch/prove.py launch/experiments/adapters/megatron_core.py \\
-    --layouts tp2 tp2-dp2 tp2-sequence pp2-accumulation2
+    --layouts tp2 tp2-dp2 tp2-sequence
 """
 
 import re
