@@ -25,7 +25,8 @@ WINDOW = 10
 SCATTERS = {"training loss": 8.0, "gradient norm": 12.0, "validation loss": 8.0}
 # steps before and behind one whose variances are averaged with its own: ten seeds tell that badly
 AROUND = 15
-ROUNDINGS = 4.0  # largest differences of repeats up to a step
+# largest differences of repeats up to a step; a spike of the norm comes a few steps earlier or later
+ROUNDINGS = {"training loss": 4.0, "gradient norm": 6.0, "validation loss": 4.0}
 # before repeats differ: of a loss in nats, of a norm's logarithm
 LEAST_BOUND = {"training loss": 2e-3, "gradient norm": 0.02, "validation loss": 2e-3}
 # by which deviations count in the comparison with misuses
@@ -108,7 +109,7 @@ class Reference:
         for repeated, repeat in self.repeats.items():
             apart = repeat.judged(steps)[name] - self.runs[repeated].judged(steps)[name]
             largest = np.fmax(largest, np.fmax.accumulate(np.abs(apart)))
-        bound = LEAST_BOUND[name] + ROUNDINGS * largest
+        bound = LEAST_BOUND[name] + ROUNDINGS[name] * largest
         return self.runs[seed].judged(steps)[name], np.fmin(bound, scatter)
 
     def judge(self, run: Series, seed: int) -> Judgement:

@@ -1,7 +1,7 @@
 """Mistakes planted in loops of strangers, and a proof of each.
 
-    python tests/launch/experiments/proving/planted.py        what is said of each
-    python tests/launch/experiments/proving/planted.py "own mean" --keep DIR
+    PYTHONPATH=. python tests/launch/experiments/proving/planted.py        what is said of each
+    PYTHONPATH=. python tests/launch/experiments/proving/planted.py "own mean" --keep DIR
 
 A mistake is none in one process, so the sound loop's run there is the reference of all.
 """
@@ -10,22 +10,19 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import sys
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[4]
-if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
 
-from launch.experiments.proving.layout import Layout, layout_of  # noqa: E402
-from launch.experiments.proving.proving import Reference  # noqa: E402
-from launch.experiments.proving.runs import launch  # noqa: E402
-from launch.experiments.proving.task import INITIAL, Task  # noqa: E402
-from launch.experiments.proving.text import of_first  # noqa: E402
-from launch.experiments.proving.verdict import Row, row_of  # noqa: E402
+from launch.experiments.proving.layout import Layout, layout_of
+from launch.experiments.proving.proving import Reference
+from launch.experiments.proving.runs import launch
+from launch.experiments.proving.task import INITIAL, Task
+from launch.experiments.proving.text import of_first
+from launch.experiments.proving.verdict import Row, row_of
 
 BY_HAND = Path(__file__).parent / "loops" / "by_hand.py"
 DEEPSPEED = ROOT / "launch/experiments/adapters/deepspeed_loop.py"

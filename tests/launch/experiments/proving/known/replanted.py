@@ -1,21 +1,17 @@
 """Errors that others reported, planted again in the loop by hand where they need what a CPU has not.
 
-    python tests/launch/experiments/proving/known/replanted.py      what is said of each
+    PYTHONPATH=.:tests/launch/experiments/proving python tests/launch/experiments/proving/known/replanted.py      what is said of each
 
 The kind is None where none of ours names it; then it is enough that the tensor is named.
 """
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from pathlib import Path
 
-if __name__ == "__main__":
-    sys.path[:0] = [str(Path(__file__).parents[above]) for above in (1, 5)]
-
-import planted  # noqa: E402
-from planted import BACK, BY_HAND, COUNT, NORM, SYNCED, Mistake  # noqa: E402
+import planted
+from planted import BACK, BY_HAND, COUNT, NORM, SYNCED, Mistake
 
 BACKWARD = "(loss * ranks.dp).backward()  # DDP takes the mean over the ranks\n"
 SUM = "parameter.grad = ranks.sum(parameter.grad, ranks.tp_group)"
