@@ -15,8 +15,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[4]
-
 from launch.experiments.proving.layout import Layout, layout_of
 from launch.experiments.proving.proving import Reference
 from launch.experiments.proving.runs import launch
@@ -24,6 +22,7 @@ from launch.experiments.proving.task import INITIAL, Task
 from launch.experiments.proving.text import of_first
 from launch.experiments.proving.verdict import Row, row_of
 
+ROOT = Path(__file__).resolve().parents[4]
 BY_HAND = Path(__file__).parent / "loops" / "by_hand.py"
 DEEPSPEED = ROOT / "launch/experiments/adapters/deepspeed_loop.py"
 STEPS = 3

@@ -1,6 +1,6 @@
 """Errors that others reported, planted again in the loop by hand where they need what a CPU has not.
 
-    PYTHONPATH=.:tests/launch/experiments/proving python tests/launch/experiments/proving/known/replanted.py      what is said of each
+    cd tests/launch/experiments/proving && PYTHONPATH=../../../..:. python known/replanted.py
 
 The kind is None where none of ours names it; then it is enough that the tensor is named.
 """
