@@ -8,6 +8,7 @@ import importlib.util
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ Batch = dict[str, Tensor]
 Shard = Callable[[str, Tensor], Tensor]  # (name, whole tensor) -> this rank's part
 # of modules that wrap others: DDP and DeepSpeed's engine, torch.compile, torch's recomputation
 WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-OTHERS = 5.0  # seconds in which the other ranks say where they are, too
+OTHERS = 60.0  # seconds at most in which the other ranks say where they are, too
 MOST_KEPT = 64  # tensors beyond their bounds, of one step
 
 
@@ -67,7 +68,7 @@ class Proof:
         self._named: Callable[[str], object] = str
         self._reading: Reading | None = None
         self.stack = (self._out / f"rank-{self.rank}-stack.txt").open("w")
-        self._end = threading.Timer(0, os._exit)
+        self._end = threading.Timer(0, self._leave)
         torch.manual_seed(task.seed)
         self._wait()
 
@@ -255,9 +256,21 @@ class Proof:
         wait = self._task.timeout
         faulthandler.dump_traceback_later(wait, file=self.stack)
         self._end.cancel()
-        self._end = threading.Timer(wait + OTHERS, os._exit, [1])
+        self._end = threading.Timer(wait, self._leave)
         self._end.daemon = True
         self._end.start()
+
+    def _leave(self) -> None:
+        """End this process once every rank has said where it is: the end of one ends the others."""
+        ranks = range(torch.distributed.get_world_size())
+        stacks = [self._out / f"rank-{rank}-stack.txt" for rank in ranks]
+        late = time.monotonic() + OTHERS
+        while time.monotonic() < late:
+            time.sleep(1)
+            if all(stack.stat().st_size for stack in stacks):
+                break
+        time.sleep(1)  # while the last one writes
+        os._exit(1)
 
 
 @functools.cache
