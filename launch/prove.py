@@ -52,8 +52,15 @@ def main() -> int:
             "name one, as those of launch/experiments/adapters",
         )
     # refused before anything is trained
-    for name in args.layouts:
+    for name in (*args.layouts, args.resume or SAME):
         layout_of(name)
+    if args.resume and args.steps < 2:
+        raise ProblemsError.of(
+            "--resume",
+            f"--steps {args.steps}",
+            "the first step is made before the resume, and others are compared after it",
+            "ask for --steps 2 or more",
+        )
     if layout_of(args.reference).ranks > 1:
         raise ProblemsError.of(
             "--reference",

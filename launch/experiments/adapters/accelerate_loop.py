@@ -35,8 +35,8 @@ def train(proof):
         gradient_accumulation_steps=accumulation,
         **plugins,
     )
-    rows = [row for rows in proof.batches() for row in rows["input_ids"]]
-    loader = torch.utils.data.DataLoader(rows, batch_size=8 // proof.layout.shares)
+    tokens = torch.cat([rows["input_ids"] for rows in proof.batches()])
+    loader = torch.utils.data.DataLoader(tokens, batch_size=8 // proof.layout.shares)
     model = llama()
     proof.load(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)

@@ -40,9 +40,9 @@ def batch(step):
 
 def train(proof):
     """Your loop. What starts with `proof.` is what the proof needs."""
-    dp, accumulation = proof.layout["dp"], proof.layout["accumulation"]
+    accumulation = proof.layout["accumulation"]
     config = {
-        "train_micro_batch_size_per_gpu": 8 // dp // accumulation,
+        "train_micro_batch_size_per_gpu": 8 // proof.layout.shares,
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": 1.0,
         "zero_optimization": {"stage": proof.layout["zero"]},
@@ -60,10 +60,9 @@ def train(proof):
         engine.load_checkpoint(str(proof.resumed))
     proof.watch(engine)
     for rows in proof.batches():
-        mine = proof.rows(rows, proof.rank, dp)
         losses = []
-        for number in range(accumulation):
-            tokens = proof.rows(mine, number, accumulation)["tokens"].to(engine.device)
+        for micro in proof.micro_batches(rows, proof.rank):
+            tokens = micro["tokens"].to(engine.device)
             logits = engine(tokens[:, :-1])
             loss = nn.functional.cross_entropy(
                 logits.flatten(0, 1).float(), tokens[:, 1:].flatten()

@@ -28,6 +28,7 @@ from launch.experiments.proving.task import (
     found_by,
     key,
     tensors_of,
+    wait_for,
     write_found,
 )
 
@@ -35,7 +36,6 @@ Batch = dict[str, Tensor]
 Shard = Callable[[str, Tensor], Tensor]  # (name, whole tensor) -> this rank's part
 # of modules that wrap others: DDP and DeepSpeed's engine, torch.compile, torch's recomputation
 WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-OTHERS = 60.0  # seconds at most in which the other ranks say where they are, too
 MOST_KEPT = 64  # tensors beyond their bounds, of one step
 
 
@@ -264,11 +264,7 @@ class Proof:
         """End this process once every rank has said where it is: the end of one ends the others."""
         ranks = range(torch.distributed.get_world_size())
         stacks = [self._out / f"rank-{rank}-stack.txt" for rank in ranks]
-        late = time.monotonic() + OTHERS
-        while time.monotonic() < late:
-            time.sleep(1)
-            if all(stack.stat().st_size for stack in stacks):
-                break
+        wait_for(stacks)
         time.sleep(1)  # while the last one writes
         os._exit(1)
 

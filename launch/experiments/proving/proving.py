@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -73,7 +74,7 @@ class Reference:
                 for index in range(number)
             ]
         every = [task, again, *perturbed, other_seed]
-        every += [each for tasks in shares.values() for each in tasks]
+        every += itertools.chain.from_iterable(shares.values())
         failure = launch(every, 1)
         if failure:
             raise ProblemsError.of(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from pydantic import TypeAdapter
 
+OTHERS = 60.0  # seconds in which the other ranks come to where one is
 INITIAL = "initial.safetensors"
 
 
@@ -114,6 +116,15 @@ def write_tasks(file: Path, tasks: list[Task]) -> None:
 def read_tasks(file: Path) -> list[Task]:
     """Read the tasks of one launch."""
     return _TASKS.validate_json(file.read_bytes())
+
+
+def wait_for(files: Sequence[Path]) -> None:
+    """Wait until each rank has written its file, at most `OTHERS` seconds."""
+    late = time.monotonic() + OTHERS
+    while time.monotonic() < late:
+        if all(file.exists() and file.stat().st_size for file in files):
+            break
+        time.sleep(0.1)
 
 
 def write_found(file: Path, found: Found) -> None:

@@ -55,7 +55,9 @@ def report(found: Found, shares: Shares, rows: Sequence[Row], width: int | None)
             f"{each:.1e}" if each == each else text_table.NOTHING
             for each in differences
         ]
-        verdict = "yes" if row.agrees else "FAILED" if row.failure else "NO"
+        verdict = "yes" if row.agrees else "NO"
+        if row.failure:
+            verdict = "FAILED"
         cells.append((row.layout.name, row.layout.ranks, *shown, verdict))
         said += _about(row)
     losses = [*found.losses.values()]

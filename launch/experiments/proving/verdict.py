@@ -132,18 +132,27 @@ def row_of(
         if step in norms
     }
     steps = range(task.done + 1, task.done + task.steps + 1)
-    facts = [fact for each in found for fact in each.facts]
-    seen = {fact.name for fact in facts}
-    names = [of.split("/", 2)[2] for of in bounds.tensors]
+    facts = list[Fact]()
+    misfits, unread, unknown = set[str](), set[str](), set[str]()
+    for each in found:
+        facts += each.facts
+        misfits.update(each.misfits.values())
+        unread.update(each.unread)
+        unknown.update(each.unknown)
+    seen = {key(fact.step, fact.kind, fact.name) for fact in facts}
+    lost = set[str]()
+    for of in bounds.tensors.keys() - seen:
+        step, kind, name = of.split("/", 2)
+        # what a run is resumed with has no gradients; moments that are not shown are `unread`
+        weight = kind == "weight" and int(step) == task.done
+        if weight or (int(step) > task.done and (kind == "weight" or not unread)):
+            lost.add(f"{kind} of {name} after step {step}")
     wrong = [
         step
         for step in steps
         if step in apart and not abs(apart[step]) <= bounds.losses[step]
     ]
     figures = Figures(wrong, ratios)
-    misfits = {why for each in found for why in each.misfits.values()}
-    unread = sorted({name for each in found for name in each.unread})
-    unknown = sorted({name for each in found for name in each.unknown})
     return Row(
         layout,
         loss=_largest(apart[step] for step in steps if step in apart),
@@ -155,10 +164,10 @@ def row_of(
         norm_agrees=all(
             abs(ratios[step]) <= bounds.norms[step] for step in steps if step in ratios
         ),
-        lost=sorted(set(names) - seen),
-        unread=unread,
+        lost=sorted(lost),
+        unread=sorted(unread),
         failure="\n".join(sorted(misfits)),
-        notes=unknown,
+        notes=sorted(unknown),
     )
 
 

@@ -23,7 +23,9 @@ def environments(versions: Sequence[str], out: Path) -> Iterator[str]:
     path = os.environ.get("PYTHONPATH", "")
     for chosen in itertools.product(*releases):
         folders = [str(_install(each, out / "installed")) for each in chosen]
-        os.environ["PYTHONPATH"] = os.pathsep.join([*folders, path])
+        # an empty place would be the working directory
+        places = [*folders, path] if path else folders
+        os.environ["PYTHONPATH"] = os.pathsep.join(places)
         yield " ".join(chosen)
     os.environ["PYTHONPATH"] = path
 

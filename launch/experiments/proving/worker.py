@@ -10,9 +10,11 @@ import sys
 import traceback
 from pathlib import Path
 
+import torch.distributed as dist
+
 from launch.experiments.parity.groups import temporary_groups
 from launch.experiments.proving.proof import Proof, open_adapter
-from launch.experiments.proving.task import read_tasks
+from launch.experiments.proving.task import read_tasks, wait_for
 from launch.ranks.processes import start_processes
 
 
@@ -31,6 +33,10 @@ def work(file: Path) -> None:
                 proof.stack.flush()
                 raise
             proof.end()
+    # a rank that ended now would reset connections from which another still receives
+    out = file.parent
+    (out / f"ended-{dist.get_rank()}.txt").write_text("ended")
+    wait_for([out / f"ended-{rank}.txt" for rank in range(dist.get_world_size())])
     sys.stdout.flush()
     os._exit(0)  # whatever threads and groups an adapter leaves
 

@@ -204,10 +204,8 @@ MISTAKES = (
         resumed=True,
     ),
     Mistake("sent over all", HAND, "tp2", "initial", "process_group=ranks.dp_group", "process_group=None"),
-    Mistake(
-        "same rows", DS, "dp2-zero1", "missing", "proof.rows(rows, proof.rank, dp)", "proof.rows(rows, 0, dp)"
-    ),
-    Mistake("rate times ranks", DS, "dp2-zero3", "rate", '"lr": 1e-3', '"lr": 1e-3 * dp'),
+    Mistake("same rows", DS, "dp2-zero1", "missing", "(rows, proof.rank)", "(rows, 0)"),
+    Mistake("rate times ranks", DS, "dp2-zero3", "rate", '"lr": 1e-3', '"lr": 1e-3 * proof.layout["dp"]'),
     Mistake(
         "moments not loaded",
         HAND,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from launching import run_ranks
 
+from launch import prove as command
 from launch.experiments.proving import runs
 from launch.experiments.proving.layout import layout_of
 from launch.experiments.proving.proving import prove
@@ -100,13 +101,32 @@ LOAD = "    proof.load(model)\n"
 STEP = "        optimizer.step()"
 TWICE = "    if proof.layout['own']:\n        model[0].weight.data.mul_(2)\n" + WATCH
 NAMED = "    proof.load(model, names=lambda name: 'a' + name if proof.layout['names'] else name)\n"
+COMPARED = "        proof.step(loss.item(), norm)\n"
+EARLY = COMPARED + "        if proof.layout['early']:\n            break\n"
 WAITS = "        while proof.layout['wait'] and proof.rank:\n            pass\n" + STEP
 
 
 def test_weights_names_and_waits_of_a_layout_are_named(tmp_path):
-    edits = (WATCH, TWICE), (LOAD, NAMED), (STEP, WAITS)
-    layouts = ["dp1-own", "dp1-names", "dp2-wait"]
-    own, names, wait = proven(tmp_path, layouts, *edits, timeout=8.0).rows
+    edits = (WATCH, TWICE), (LOAD, NAMED), (STEP, WAITS), (COMPARED, EARLY)
+    layouts = ["dp1-own", "dp1-names", "dp2-wait", "dp1-early"]
+    own, names, wait, early = proven(tmp_path, layouts, *edits, timeout=8.0).rows
+    assert not early.agrees and not early.first and "weight of 0.bias after step 2" in early.lost
     assert (own.first.step, own.first.mistake.kind, own.first.name) == (0, "initial", "0.weight")
     assert "a0.weight is no tensor of the model in one process" in names.failure
     assert "no step came to its end in 8 s" in wait.failure and wait.failure.count("loop.py") >= 2
+
+
+REFUSED = {
+    "--resume same --steps 1": "ask for --steps 2 or more",
+    "--resume dp2-": "a layout is words with numbers",
+    "--reference dp2": "layouts are compared with one process",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_cannot_be_compared_is_refused_before_anything_is_trained(words, tmp_path, monkeypatch):
+    adapter = tmp_path / "loop.py"
+    adapter.write_text(LOOP)
+    monkeypatch.setattr("sys.argv", ["prove.py", str(adapter), "--layouts", "dp2", *words.split()])
+    with pytest.raises(ProblemsError, match=REFUSED[words]):
+        command.main()
