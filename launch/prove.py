@@ -76,11 +76,12 @@ def main() -> int:
 
     agree = []
     with tempfile.TemporaryDirectory() as temporary:
-        for name in environments(args.versions, out or Path(temporary)):
+        root = out or Path(temporary)
+        for name in environments(args.versions, root):
             task = Task(
                 str(adapter.resolve()),
                 args.reference,
-                str((out or Path(temporary)) / name),
+                str(root / name),
                 args.steps,
                 accumulation=args.accumulation,
                 precision=args.precision,
@@ -104,32 +105,51 @@ def build_parser() -> argparse.ArgumentParser:
         help="such as tp2 dp2-zero3",
     )
     add("--steps", type=arguments.whole(), default=3, metavar="N", help="default: 3")
-    accumulated = "micro-batches of a rank in a step (default: 1)"
     add(
         "--accumulation",
         type=arguments.whole(),
         default=1,
         metavar="N",
-        help=accumulated,
+        help="micro-batches of a rank in a step (default: 1)",
     )
-    asked = "that the adapter is asked for (default: fp32)"
-    add("--precision", choices=("fp32", "bf16"), default="fp32", help=asked)
-    resumed = "save after a step, and go on in new processes, under LAYOUT (default: the same)"
-    add("--resume", nargs="?", const=SAME, metavar="LAYOUT", help=resumed)
-    each = "prove under each of these releases"
-    add("--versions", nargs="+", default=[], metavar="PACKAGE=V,V", help=each)
-    wait = "that a step may take (default: 300)"
+    add(
+        "--precision",
+        choices=("fp32", "bf16"),
+        default="fp32",
+        help="that the adapter is asked for (default: fp32)",
+    )
+    add(
+        "--resume",
+        nargs="?",
+        const=SAME,
+        metavar="LAYOUT",
+        help="save after a step, and go on in new processes, under LAYOUT (default: the same)",
+    )
+    add(
+        "--versions",
+        nargs="+",
+        default=[],
+        metavar="PACKAGE=V,V",
+        help="prove under each of these releases",
+    )
     add(
         "--timeout",
         type=arguments.number(0),
         default=300.0,
         metavar="SECONDS",
-        help=wait,
+        help="that a step may take (default: 300)",
     )
-    one = "words of the one process that all are compared with, such as zero1 (default: dp1)"
-    add("--reference", default="dp1", metavar="LAYOUT", help=one)
-    kept = "keep the tensors there (default: removed at the end)"
-    add("--out", metavar="DIR", help=kept)
+    add(
+        "--reference",
+        default="dp1",
+        metavar="LAYOUT",
+        help="words of the one process that all are compared with, such as zero1 (default: dp1)",
+    )
+    add(
+        "--out",
+        metavar="DIR",
+        help="keep the tensors there (default: removed at the end)",
+    )
     return parser
 
 

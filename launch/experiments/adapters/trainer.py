@@ -6,7 +6,7 @@ python launch/prove.py launch/experiments/adapters/trainer.py \\
 
 import tempfile
 
-from tiny_model import batch, llama
+from tiny_model import batch, deepspeed_json, llama
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 __all__ = ["batch", "train"]
@@ -29,14 +29,6 @@ class Steps(TrainerCallback):
 
 def train(proof):
     """Your script. What starts with `proof.` is what the proof needs."""
-    config = {
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto",
-        "zero_optimization": {"stage": proof.layout["zero"]},
-        "bf16": {"enabled": "auto"},
-        "zero_allow_untested_optimizer": True,
-    }
     dataset = []
     for rows in proof.batches():
         dataset += [{"input_ids": row, "labels": row} for row in rows["input_ids"]]
@@ -51,7 +43,7 @@ def train(proof):
         weight_decay=0.1,
         lr_scheduler_type="constant",
         bf16=proof.precision == "bf16",
-        deepspeed=config if "zero" in proof.layout.words else None,
+        deepspeed=deepspeed_json(proof) if "zero" in proof.layout.words else None,
         logging_steps=1,
         save_strategy="no",
         report_to=[],

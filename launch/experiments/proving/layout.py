@@ -9,7 +9,12 @@ from dataclasses import dataclass
 
 from recipes.problems import ProblemsError
 
-DEGREES = {"tp": "tensor", "pp": "pipeline", "dp": "data", "cp": "context"}
+DEGREES = {
+    "tp": "tensor parallel degree",
+    "pp": "pipeline parallel degree",
+    "dp": "data parallel degree",
+    "cp": "context parallel degree",
+}
 ACCUMULATION = "accumulation"  # micro-batches of a rank in one optimizer step
 SAME = "same"  # layout of a resume: that of the run which is resumed
 WORD = re.compile(r"([a-z_]+)(\d*)")
@@ -40,7 +45,7 @@ class Layout:
 
 def layout_of(name: str, accumulation: int = 1) -> Layout:
     """Read a layout's name. Raises ProblemsError. `accumulation`: where the name has none."""
-    words = {ACCUMULATION: accumulation} if accumulation > 1 else {}
+    words = {ACCUMULATION: accumulation}
     for word in name.split("-"):
         parts = WORD.fullmatch(word)
         number = int(parts[2] or 1) if parts else 0

@@ -178,17 +178,14 @@ class Proof:
         self._end.cancel()
         self.stack.close()
         if self._reading:
-            self._found.unread.extend(sorted(self._reading.unread))
+            self._found.unread.extend(self._reading.unread)
         if self._beyond:
             save_file(self._beyond, self._out / f"rank-{self.rank}.safetensors")
         write_found(found_by(self._out, self.rank), self._found)
 
     def _cut(self, of: Tensor, like: Tensor) -> Tensor:
-        cut = [
-            dim
-            for dim in range(of.dim())
-            if like.dim() == of.dim() and like.shape[dim] != of.shape[dim]
-        ]
+        sizes = enumerate(zip(of.shape, like.shape, strict=False))
+        cut = [dim for dim, (there, here) in sizes if there != here]
         if len(cut) != 1 or of.shape[cut[0]] != like.shape[cut[0]] * self.layout["tp"]:
             return of
         return of.chunk(self.layout["tp"], cut[0])[self.rank % self.layout["tp"]]

@@ -46,10 +46,8 @@ class Reading:
         for moment in SHARES.keys() & read.keys():
             kept, new = SHARES[moment](self._optimizer.param_groups[0])
             for name, mean in read[moment].items():
-                before = self._before.get(name)
-                gradients[name] = (
-                    mean / new if before is None else (mean - kept * before) / new
-                )
+                before = self._before.get(name, 0.0)
+                gradients[name] = (mean - kept * before) / new
         self.keep(read)
         return {"gradient": gradients, **read, "weight": self.weights()}
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from launch.console import text_table
 from launch.console.terminal import wrapped
-from launch.experiments.proving.layout import ACCUMULATION, DEGREES
+from launch.experiments.proving.layout import DEGREES
 from launch.experiments.proving.mistakes import Mistake, Shares
 from launch.experiments.proving.task import Found
 from launch.experiments.proving.verdict import First, Row
@@ -111,12 +111,7 @@ def of_first(first: First) -> str:
 
 def sentence(mistake: Mistake) -> str:
     """Say what kind of mistake it looks like."""
-    words = [
-        f"{DEGREES.get(each, each)} parallel degree"
-        for each in mistake.degrees
-        if each != ACCUMULATION
-    ]
-    words += [each for each in mistake.degrees if each == ACCUMULATION]
+    words = [DEGREES.get(each, each) for each in mistake.degrees]
     return SENTENCES[mistake.kind].format(
         factor=mistake.factor,
         degrees=f", as {' or '.join(words)}" if words else "",

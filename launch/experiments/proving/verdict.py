@@ -26,7 +26,7 @@ ROUNDING = {"fp32": 2.0**-23, "bf16": 2.0**-8}
 PERTURBED = 3  # runs of the reference from weights that are rounded otherwise
 TIMES = 10.0  # as much as the largest difference of these runs is rounding
 LEAST = 10.0  # roundings of a tensor's norm, or of the loss, that always are
-ORDER = ("gradient", "weight")  # of kinds in a step; moments come between them
+ORDER = {"gradient": 0, "weight": 2}  # of kinds in a step; moments come between them
 
 
 @dataclass(frozen=True)
@@ -123,15 +123,12 @@ def row_of(
     found = [read_found(found_by(task.out, rank)) for rank in range(layout.ranks)]
     losses = mean(found, "losses")
     norms = mean(found, "norms")
-    apart = {
-        step: losses.get(step, np.nan) - loss for step, loss in reference.losses.items()
-    }
-    ratios = {
-        step: norms[step] / norm - 1
-        for step, norm in reference.norms.items()
-        if step in norms
-    }
-    steps = range(task.done + 1, task.done + task.steps + 1)
+    apart, ratios = dict[int, float](), dict[int, float]()
+    for step in range(task.done + 1, task.done + task.steps + 1):
+        if step in reference.losses:
+            apart[step] = losses.get(step, np.nan) - reference.losses[step]
+        if step in reference.norms.keys() & norms.keys():
+            ratios[step] = norms[step] / reference.norms[step] - 1
     facts = list[Fact]()
     misfits, unread, unknown = set[str](), set[str](), set[str]()
     for each in found:
@@ -142,28 +139,22 @@ def row_of(
     seen = {key(fact.step, fact.kind, fact.name) for fact in facts}
     lost = set[str]()
     for of in bounds.tensors.keys() - seen:
-        step, kind, name = of.split("/", 2)
-        # what a run is resumed with has no gradients; moments that are not shown are `unread`
-        weight = kind == "weight" and int(step) == task.done
-        if weight or (int(step) > task.done and (kind == "weight" or not unread)):
+        number, kind, name = of.split("/", 2)
+        step = int(number)
+        # moments that an optimizer does not show are `unread`, and gradients are told from them
+        if step > task.done and (kind == "weight" or not unread):
             lost.add(f"{kind} of {name} after step {step}")
-    wrong = [
-        step
-        for step in steps
-        if step in apart and not abs(apart[step]) <= bounds.losses[step]
-    ]
+    wrong = [step for step in apart if not abs(apart[step]) <= bounds.losses[step]]
     figures = Figures(wrong, ratios)
     return Row(
         layout,
-        loss=_largest(apart[step] for step in steps if step in apart),
-        norm=_largest(ratios[step] for step in steps if step in ratios),
+        loss=_largest(apart.values()),
+        norm=_largest(ratios.values()),
         gradient=_apart(facts, "gradient"),
         weight=_apart(facts, "weight"),
         first=_first(layout, task, found, bounds, shares, figures),
         loss_agrees=not wrong,
-        norm_agrees=all(
-            abs(ratios[step]) <= bounds.norms[step] for step in steps if step in ratios
-        ),
+        norm_agrees=all(abs(ratios[step]) <= bounds.norms[step] for step in ratios),
         lost=sorted(lost),
         unread=sorted(unread),
         failure="\n".join(sorted(misfits)),
@@ -185,7 +176,7 @@ def _first(
         for fact in each.facts:
             of_name = facts[fact.step, fact.kind].setdefault(fact.name, {})
             of_name[rank] = fact
-    for step, kind in sorted(facts, key=lambda each: (each[0], _order(each[1]))):
+    for step, kind in sorted(facts, key=lambda each: (each[0], ORDER.get(each[1], 1))):
         tensors = facts[step, kind]
         beyond, others = {}, []
         for name, by_rank in tensors.items():
@@ -218,10 +209,6 @@ def _first(
                 step, kind, name, ranks, _relative(worst), bound, counts, mistake
             )
     return None
-
-
-def _order(kind: str) -> int:
-    return ORDER.index(kind) * 2 if kind in ORDER else 1
 
 
 def _relative(fact: Fact) -> float:

@@ -24,8 +24,7 @@ def environments(versions: Sequence[str], out: Path) -> Iterator[str]:
     for chosen in itertools.product(*releases):
         folders = [str(_install(each, out / "installed")) for each in chosen]
         # an empty place would be the working directory
-        places = [*folders, path] if path else folders
-        os.environ["PYTHONPATH"] = os.pathsep.join(places)
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*folders, path]))
         yield " ".join(chosen)
     os.environ["PYTHONPATH"] = path
 
