@@ -15,9 +15,9 @@ MOST_SHOWN = 2000  # characters of a failure, from its end
 TORCHRUN = "torch/distributed/elastic/multiprocessing/api.py"
 
 
-def start(ranks: int, file: Path, log: Path) -> int:
-    """Train the tasks of a file on so many ranks, and return the exit code."""
-    return run_and_wait([*torchrun(ranks), str(WORKER), str(file)], log)
+def start(ranks: int, file: Path, log: Path) -> None:
+    """Train the tasks of a file on so many ranks."""
+    run_and_wait([*torchrun(ranks), str(WORKER), str(file)], log)
 
 
 def launch(tasks: Sequence[Task], ranks: int) -> str:
@@ -27,12 +27,9 @@ def launch(tasks: Sequence[Task], ranks: int) -> str:
     file = out / "tasks.json"
     write_tasks(file, [*tasks])
     log = out / "log.txt"
-    code = start(ranks, file, log)
+    start(ranks, file, log)
     for task in tasks:
-        missing = [
-            rank for rank in range(ranks) if not found_by(task.out, rank).exists()
-        ]
-        if code or missing:
+        if not all(found_by(task.out, rank).exists() for rank in range(ranks)):
             return _failure(task, log, ranks)
     return ""
 
