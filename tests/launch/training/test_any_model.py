@@ -182,7 +182,7 @@ def test_samples_that_mix_and_dropout_of_another_generator_are_refused(monkeypat
 
     def mixing(self, *given, **named):
         outcome = right(self, *given, **named)
-        outcome.logits = outcome.logits + outcome.logits.mean()
+        outcome.logits = outcome.logits + outcome.logits.sum()
         return outcome
 
     def drawing(self, *given, **named):
