@@ -16,7 +16,6 @@ if not __package__:
     import _clone_first  # noqa: F401
 
 from launch.console import arguments, ends, new_output, terminal
-from launch.experiments.parity.comparison import compare, reasons, table
 from launch.experiments.parity.layout_cases import (
     CASES,
     DECIDED,
@@ -25,7 +24,6 @@ from launch.experiments.parity.layout_cases import (
     LayoutCase,
     why_impossible,
 )
-from launch.experiments.parity.layout_runs import run_cases
 from launch.machine import description
 from launch.ranks import ending, launch_environment
 from launch.ranks.processes import device_limit
@@ -48,7 +46,7 @@ examples:
       other shapes; a layout that the recipe cannot have is left out, here
       tp4, and before anything is trained
   python launch/compare_layouts.py --tiny --compile
-      adds each layout with compiled layers, and what compiling gains
+      adds each layout with compiled layers
 
 Every run takes the first 20 steps of the recipe's schedule, unless --steps or
 --set steps= say otherwise. A layout decides the degrees of parallelism,
@@ -58,10 +56,10 @@ dropout, and with optimizer.eps=1e-6, since with 1e-8 Adam turns the rounding
 noise of gradients that are zero in exact arithmetic (the key biases) into
 full steps; --set has the last word. dropout.hidden drops the same under every
 layout and can be compared; dropout.attention is drawn inside the kernel and
-follows the layout, as does all dropout of `transformers` rows; in bf16 losses
-differ by 1e-3, so that no layout agrees by the rule below.
-A layout agrees when the loss of every step and validation is within 1e-4 of
-the one-process run, and every gradient norm within 1e-4 of it, relatively.
+follows the layout, as does all dropout of `transformers` rows.
+It is a proof as launch/prove.py makes them (docs/proving.md): losses, norms,
+and the tensors of the first and the last step may be as far from one process
+as rounding explains, which is measured. Pure bf16 has a one process of its own.
 exit codes: 0 all that were run agree, 1 some do not or failed, 2 refused
 before anything was started."""
 
@@ -93,27 +91,38 @@ def main() -> None:
     for reason in reasons(left_out):
         terminal.say(reason)
     cases = [case for case in cases if case.name not in left_out]
-    cases += [
-        case.with_compiled_layers() for case in (REFERENCE, *cases) if args.compile
-    ]
+    if args.compile:
+        cases += [case.with_compiled_layers() for case in (REFERENCE, *cases)]
     # as Ctrl-C, it ends the ranks, too
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with tempfile.TemporaryDirectory() as temporary:
-        outcomes = run_cases(
-            recipe, [REFERENCE, *cases], out or Path(temporary), keep=bool(out)
-        )
-        reference = next(outcomes)
-        rows = []
-        if not reference.failure:
-            rows = [compare(reference, other) for other in outcomes]
-    print("\n" + table(reference, rows, left_out, terminal.columns()))
-    if picture and rows:
-        from launch.experiments.parity.curves import (
-            draw_curves,  # with matplotlib, which nothing else here needs
-        )
+    # with torch, which no --help should wait for
+    from launch.experiments.parity.layout_runs import Layouts
 
-        draw_curves(reference, [row.run for row in rows], picture, title_of(recipe))
-    raise SystemExit(0 if rows and all(row.agrees for row in rows) else 1)
+    with tempfile.TemporaryDirectory() as temporary:
+        layouts = Layouts(recipe, out or Path(temporary))
+        try:
+            proven = layouts.proven(cases, keep=bool(out))
+        except ProblemsError as failed:  # of one process
+            print(failed)
+            raise SystemExit(1) from None
+    print(f"\n{proven.told(terminal.columns())}")
+    for reason in reasons(left_out):
+        print(reason)
+    if picture:
+        # with matplotlib, which nothing else here needs
+        from launch.experiments.parity.curves import draw_curves
+
+        draw_curves(proven, picture, title_of(recipe))
+    raise SystemExit(0 if proven.agrees else 1)
+
+
+def reasons(left_out: Mapping[str, Sequence[Problem]]) -> list[str]:
+    """Return one line per layout with the reasons for not running it."""
+    lines = []
+    for name, problems in left_out.items():
+        why = "; ".join(map(str, problems))
+        lines.append(f"{name} is not run: {why}")
+    return lines
 
 
 def refuse_tasks(environ: Mapping[str, str]) -> None:

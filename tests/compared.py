@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from unittest import mock
 
 import broken_layouts
-from launching import ROOT, WORKERS, run, run_ranks
+from launching import ROOT, run, run_ranks
 
-from launch.experiments.parity.comparison import Difference, RunOutcome, compare, read_outcome, table
-from launch.experiments.parity.layout_cases import CASES, FORCED, REFERENCE, LayoutCase
-from launch.experiments.parity.layout_runs import run_cases
+from launch.experiments.parity.layout_cases import CASES, FORCED, RUN, LayoutCase
+from launch.experiments.parity.layout_runs import Layouts
+from launch.experiments.proving import runs
+from launch.experiments.proving.proving import Reference
+from launch.experiments.proving.task import Found, found_by, read_found
+from launch.experiments.proving.verdict import Row
 from recipes import catalog
 
 # They divide by nothing, and the embedding is large enough for a norm in float32 to be wrong.
@@ -24,21 +29,51 @@ ODD_SHAPES = [
 COMMAND = [sys.executable, str(ROOT / "launch" / "compare_layouts.py"), "--tiny"]
 
 
-def train_and_compare(
-    out: Path, names: Sequence[str], recipe: str, settings: Sequence[str], steps: int
-) -> str:
-    """The table of `compare_layouts --tiny` for some layouts, whose ranks are forked."""
-    shrunk = catalog.load(recipe, [*FORCED, *settings], tiny=True, steps=steps)
-    cases = [REFERENCE, *(case for case in CASES if case.name in names)]
-    reference, *others = run_cases(shrunk, cases, out, start=start_forked)
-    return table(reference, [compare(reference, other) for other in others], {})
+def layouts_of(
+    out: Path, settings: Sequence[str], recipe: str = catalog.DEFAULT_RECIPE, steps: int = 3
+) -> Layouts:
+    """The layouts of `compare_layouts --tiny`, which leave in `out` what they find."""
+    return Layouts(catalog.load(recipe, [*FORCED, *settings], tiny=True, steps=steps), out)
+
+
+@contextlib.contextmanager
+def forked(script: Path = runs.WORKER, env: dict[str, str] | None = None) -> Iterator[None]:
+    """Ranks of a proof are forks, which have the libraries already."""
+
+    def start(ranks: int, file: Path, log: Path) -> None:
+        log.write_text(run_ranks(ranks, script, file, env=env, timeout=500).stdout)
+
+    with mock.patch.object(runs, "start", start):
+        yield
+
+
+def rows_by_name(layouts: Layouts, cases: Iterable[LayoutCase], script: Path = runs.WORKER) -> dict[str, Row]:
+    """Each case next to one process."""
+    with forked(script):
+        return {row.layout.name: row for row in layouts.proven([*cases]).rows}
+
+
+def train(
+    layouts: Layouts, cases: Iterable[LayoutCase], env: dict[str, str] | None = None
+) -> dict[str, Found]:
+    """What rank 0 finds of each case, which has to train, next to none."""
+    chosen = [*cases]
+    found = {}
+    for processes in sorted({case.processes for case in chosen}):
+        tasks = {case.name: layouts.task(case) for case in chosen if case.processes == processes}
+        with forked(env=env):
+            failures = runs.launch([*tasks.values()], processes)
+        assert not failures, failures
+        for name, task in tasks.items():
+            found[name] = read_found(found_by(task.out, 0))
+    return found
 
 
 def check_all_layouts(out: Path, *flags: str) -> None:
     """Run the command with every layout; all agree but tp3, which four heads cannot have."""
     done = run([*COMMAND, *flags, "--out", str(out)], timeout=1700)
     assert done.returncode == 0, done.stdout[-6000:]
-    assert rows_of(done.stdout) == {case.name: "not run" if case.name == "tp3" else "yes" for case in CASES}
+    assert rows_of(done.stdout) == {case.name: "yes" for case in CASES if case.name != "tp3"}
     assert "20 steps" in done.stdout
 
 
@@ -51,12 +86,6 @@ def check_compiled_layouts(out: Path, names: Sequence[str], steps: int, *flags: 
     assert {f"{name} compiled" for name in names} < set(rows) and set(rows.values()) == {"yes"}
 
 
-def start_forked(processes: int, jobs: Path, log: Path) -> None:
-    log.write_text(
-        run_ranks(processes, ROOT / "launch/experiments/parity/layout_runs.py", jobs, timeout=400).stdout
-    )
-
-
 def rows_of(output: str) -> dict[str, str]:
     """Layout -> verdict, of the printed table."""
     lines = output.splitlines()
@@ -65,39 +94,22 @@ def rows_of(output: str) -> dict[str, str]:
     for line in lines[header + 1 :]:
         if line.startswith("loss: "):  # the legend
             return rows
-        name, _, _, _, _, _, _, verdict = re.split(r"\s{2,}", line, maxsplit=7)
+        name, _, _, _, _, _, verdict = re.split(r"\s{2,}", line, maxsplit=6)
         rows[name] = verdict
     raise AssertionError(f"no legend after the table:\n{output}")
 
 
-def outcome(out: Path, which: str | LayoutCase) -> RunOutcome:
-    """The outcome of a layout; its name suffices where weights and states are in fp32."""
-    case = LayoutCase(which, 1, 1, 1, "") if isinstance(which, str) else which
-    return read_outcome(case, out / case.folder, out / "no log")
-
-
 def folder(name: str) -> str:
     """The run directory of a layout."""
-    return LayoutCase(name, 1, 1, 1, "").folder
+    return f"{LayoutCase(name, 1, 1, 1, '').folder}/{RUN}"
 
 
-def train_broken(recipe: Path, out: Path) -> Path:
-    """Run directories, in `out`, of the family's broken layouts, all trained by one launch of two ranks."""
-    (out / "recipe.yaml").write_text(recipe.read_text())
-    done = run_ranks(broken_layouts.PROCESSES, WORKERS / "broken_layouts.py", out, timeout=400)
-    assert done.returncode == 0, done.stdout[-6000:]
-    return out
-
-
-def check_noticed(reference: RunOutcome, found: RunOutcome, breakage: broken_layouts.Breakage) -> Difference:
-    """The comparison says no, and names the tensor nearest to the fault or sees the wrong norm."""
-    difference = compare(reference, found)
-    assert found.failure is None, "it has to train, and wrongly: a crash proves nothing"
-    assert not difference.agrees
-    assert difference.diverging is not None
+def check_noticed(reference: Reference, row: Row, breakage: broken_layouts.Breakage) -> None:
+    """The proof says no, and names the tensor nearest to the fault or sees the wrong norm."""
+    assert not row.failure, "it has to train, and wrongly: a crash proves nothing"
+    assert not row.agrees and row.first is not None
     if breakage.first:
-        assert difference.diverging.startswith(f"{breakage.first} (gradient of step 1"), difference.diverging
+        assert (row.first.name, row.first.kind) == (breakage.first, breakage.kind), row.first
     if breakage.by_norm:
-        assert math.isclose(found.losses[0], reference.losses[0], rel_tol=1e-6)
-        assert abs(found.norms[0] / reference.norms[0] - 1) > 0.05
-    return difference
+        assert math.isclose(row.losses[1], reference.found.losses[1], rel_tol=1e-6)
+        assert row.norm > 0.05

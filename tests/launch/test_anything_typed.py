@@ -58,7 +58,7 @@ WORK = {
     "pretrain": ["launch.ranks.ending:clean_exit"],
     "finetune": ["launch.ranks.ending:clean_exit", "launch.evaluation.finetuning_seeds:keep_arguments"],
     "score": ["launch.evaluation.scoring:load"],
-    "compare_layouts": ["launch.compare_layouts:run_cases"],
+    "compare_layouts": ["launch.experiments.parity.layout_runs:Layouts"],
     "plan": [  # where the search is done
         "launch.planning.search.search_text:page",
         "launch.planning.search.search_text:largest_page",

@@ -12,7 +12,6 @@ from ds_configs.plan import ANY_GPU
 from launch import checkpoint, export_hf, generate, plan, pretrain, score
 from launch.console import ends
 from launch.evaluation import pretrained, scoring
-from launch.experiments.parity import comparison
 from launch.planning import memory_fit
 from launch.planning.prediction import forecast_text, hardware
 from launch.planning.resolved_plans import published_plan
@@ -196,8 +195,3 @@ def test_the_planner_says_that_activations_are_not_counted(monkeypatch, capsys):
     for words in ((*row, "--json"), ("search", *row)):
         assert typed(monkeypatch, plan, *words) == 2
         assert "its activations are not counted" in capsys.readouterr().err
-
-
-def test_a_tensor_of_transformers_that_diverges_is_named():
-    found = comparison._first({"lm_head.weight": 0.0, "model.norm.weight": 1.0}, 0.1, "weight")
-    assert found.startswith("model.norm.weight (weight differs")

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
-from launching import ROOT, environment, run_ranks
+from compared import train
+from launching import environment
 from second_device import build
 
-from launch.experiments.parity.comparison import RunOutcome
 from launch.experiments.parity.layout_cases import LayoutCase
-from launch.experiments.parity.layout_runs import run_cases
+from launch.experiments.parity.layout_runs import Layouts
+from launch.experiments.proving.task import Found
 from recipes import catalog
 
 START = Path(__file__).parent / "start"
@@ -37,14 +37,12 @@ def train_layouts(
     out: Path,
     steps: int,
     env: dict[str, str] | None = None,
-) -> dict[str, RunOutcome]:
-    """Train the shrunk recipe under each case, with one launch per number of ranks; outcomes by name.
+) -> dict[str, Found]:
+    """Train the shrunk recipe under each case; what rank 0 finds, by name.
 
     `env`: that of `on_board`, or None for the CPU.
     """
-    start = functools.partial(_start, env)
-    shrunk = catalog.load(recipe, settings, tiny=True, steps=steps)
-    return {outcome.name: outcome for outcome in run_cases(shrunk, list(cases), out, start=start)}
+    return train(Layouts(catalog.load(recipe, settings, tiny=True, steps=steps), out), cases, env)
 
 
 def check_equal(
@@ -58,16 +56,12 @@ def check_equal(
     """Check that every case has the losses of the same case on the CPU."""
     here = train_layouts(recipe, settings, cases, out / "board", steps, on_board())
     there = train_layouts(recipe, settings, cases, out / "cpu", steps)
-    for name, outcome in here.items():
-        assert outcome.failure is None and len(outcome.losses) == steps, f"{name}: {outcome.failure}"
-        print(name, "differs by at most", apart(outcome.losses, there[name].losses))
-        assert outcome.losses == pytest.approx(there[name].losses, abs=tolerance), name
+    for name, found in here.items():
+        expected = there[name].losses
+        assert len(found.losses) == steps
+        print(name, "differs by at most", apart(found.losses.values(), expected.values()))
+        assert found.losses == pytest.approx(expected, abs=tolerance), name
 
 
 def apart(found: Iterable[float], expected: Iterable[float]) -> float:
     return max(abs(one - other) for one, other in zip(found, expected, strict=True))
-
-
-def _start(env: dict[str, str] | None, processes: int, jobs: Path, log: Path) -> None:
-    script = ROOT / "launch/experiments/parity/layout_runs.py"
-    log.write_text(run_ranks(processes, script, jobs, env=env, timeout=500).stdout)

@@ -50,16 +50,16 @@ def with_bucket(folder: Path, name: str, size: int, *, round_robin: bool = False
     return path
 
 
-def failures(folder: Path, precision: str, cases: Iterable[LayoutCase]) -> dict[str, str]:
+def failures(folder: Path, precision: str, cases: Iterable[LayoutCase]) -> dict[str, list[float]]:
     """Train the cases there for three steps; return what was wrong by name of the case."""
     settings = [*SETTINGS, f"precision={precision}"]
-    outcomes = train_layouts(catalog.DEFAULT_RECIPE, settings, cases, folder, 3, on_board())
-    found = {}
-    for name, outcome in outcomes.items():
-        losses = outcome.losses
-        if outcome.failure is not None or len(losses) < 3 or losses[2] >= losses[0]:
-            found[name] = f"{outcome.failure} {losses}"
-    return found
+    found = train_layouts(catalog.DEFAULT_RECIPE, settings, cases, folder, 3, on_board())
+    wrong = {}
+    for name, each in found.items():
+        losses = [*each.losses.values()]
+        if len(losses) < 3 or losses[2] >= losses[0]:
+            wrong[name] = losses
+    return wrong
 
 
 def train_two_ranks(

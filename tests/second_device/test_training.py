@@ -11,11 +11,13 @@ import pytest
 from compared import check_all_layouts
 from launching import ROOT, WORKERS, environment, run, run_ranks
 from rank_server import free_port
+from safetensors.torch import load_file
 from second_device.running import check_equal, needed, on_board, train_layouts
 from tasked import save_bert, sentences, write_lines
 
 from data.durable_files import cache_directory
 from launch.experiments.parity.layout_cases import LayoutCase
+from launch.experiments.proving.task import tensors_of
 from launch.planning import resolved_plans
 from launch.planning.prediction import rank_memory, workload
 from launch.records.metrics import read_metrics
@@ -126,8 +128,8 @@ def test_every_json_trains_with_dropout(tmp_path, recipe, half):
         for name in names
     ]
     if half:
-        for name, outcome in train_layouts(recipe, DROPPED, cases, tmp_path, 4, on_board()).items():
-            assert outcome.failure is None and outcome.losses[3] < outcome.losses[0], (name, outcome.failure)
+        for name, found in train_layouts(recipe, DROPPED, cases, tmp_path, 4, on_board()).items():
+            assert found.losses[4] < found.losses[1], name
     else:
         check_equal(tmp_path, recipe, FP32 if recipe == GPT2 else HIDDEN, cases, steps=4)
 
@@ -155,11 +157,12 @@ def test_activations_that_leave_the_device_meanwhile_come_back_whole(tmp_path):
     recomputed = {"zero3": "none", "zero3_cpu_checkpointing": "full"}
     cases = [LayoutCase(name, 1, 1, 1, name, checkpointing=what) for name, what in recomputed.items()]
     kept, copied = train_layouts(GPT2, HIDDEN, cases, tmp_path, 4, on_board()).values()
-    assert kept.failure is copied.failure is None and len(kept.losses) == 4
+    assert len(kept.losses) == 4
     assert copied.losses == kept.losses and copied.norms == kept.norms
-    assert copied.gradients.keys() == kept.gradients.keys() != set()
-    for name, gradient in kept.gradients.items():
-        assert (copied.gradients[name] == gradient).all(), name
+    first, second = (load_file(tensors_of(tmp_path / case.folder, 1)) for case in cases)
+    assert first.keys() == second.keys() and any(name.startswith("gradient/") for name in first)
+    for name, tensor in first.items():
+        assert second[name].equal(tensor), name
 
 
 @pytest.mark.long

@@ -24,7 +24,7 @@ MACHINE = description.detect_machine(emulated_fp16=True)
 from data.corpus import build  # noqa: E402  (after the accelerator is chosen)
 from ds_configs.resolver import resolve  # noqa: E402
 from launch.checkpoints import run_checkpoints  # noqa: E402
-from launch.experiments.parity.groups import temporary_groups  # noqa: E402
+from launch.experiments.groups import temporary_groups  # noqa: E402
 from launch.records.facts import RunFacts, SilentRecorder  # noqa: E402
 from launch.training import loop  # noqa: E402
 from launch.training.job import Job  # noqa: E402

@@ -27,7 +27,7 @@ import torch  # noqa: E402  (after the accelerator is chosen)
 from data.corpus import build  # noqa: E402
 from ds_configs.resolver import resolve  # noqa: E402
 from launch.checkpoints.engine_state import EngineState  # noqa: E402
-from launch.experiments.parity.groups import temporary_groups  # noqa: E402
+from launch.experiments.groups import temporary_groups  # noqa: E402
 from launch.records.facts import RunFacts, StepRecord  # noqa: E402
 from launch.training.early_ends import Corrupted, Diverged  # noqa: E402
 from launch.training.engine import build_engine, release_at_end, train_step  # noqa: E402

@@ -25,7 +25,7 @@ from data.corpus import build  # noqa: E402
 from ds_configs.plan import Plan  # noqa: E402
 from ds_configs.resolver import resolve  # noqa: E402
 from launch.checkpoints import branching  # noqa: E402
-from launch.experiments.parity.groups import temporary_groups  # noqa: E402
+from launch.experiments.groups import temporary_groups  # noqa: E402
 from launch.records.directory import RunDirectory  # noqa: E402
 from launch.records.facts import RunFacts, SilentRecorder  # noqa: E402
 from launch.training.job import Job  # noqa: E402

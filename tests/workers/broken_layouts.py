@@ -1,15 +1,12 @@
-"""Two ranks that train layouts with one thing broken on purpose, one after another.
-
-broken_layouts.py DIRECTORY    which holds recipe.yaml and gets a run directory for every breakage
-"""
+"""A proof's worker whose layouts have one thing broken on purpose: broken_layouts.py TASKS.json."""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
@@ -18,11 +15,10 @@ import torch.nn.functional as F
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from launch.console import terminal
 from launch.experiments.parity.layout_cases import LayoutCase
-from launch.experiments.parity.layout_runs import run_case
-from launch.machine import description
-from launch.ranks import ending, processes
+from launch.experiments.proving.task import Task
+from launch.experiments.proving.worker import work
+from launch.ranks import processes
 from launch.training import loop, micro_batches
 from modeling import bert, gpt2
 from modeling.hidden_dropout import HiddenDropout
@@ -30,9 +26,6 @@ from modeling.initialization import Init
 from modeling.parallel import collectives, layers
 from modeling.parallel.collectives import reduce_from_tensor_parallel
 from modeling.parallel.layers import RowParallelLinear, VocabParallelEmbedding
-from recipes import catalog
-
-PROCESSES = 2
 
 
 def gradients_stay_apart_at_f() -> AbstractContextManager:
@@ -185,7 +178,8 @@ class Breakage:
 
     case: LayoutCase
     broken: Callable[[], AbstractContextManager]
-    first: str | None = None  # beginning of the first tensor that diverges
+    first: str | None = None  # the first tensor that diverges
+    kind: str = "gradient"
     by_norm: bool = False  # the norm of the first step is wrong, though its loss is right
 
 
@@ -197,18 +191,18 @@ BREAKAGES = [
     Breakage(
         LayoutCase("f without all-reduce, pure bf16", 2, 1, 1, "pure_bf16", states="bf16"),
         gradients_stay_apart_at_f,
-        first="final_norm.weight",
+        first="final_norm.bias",
     ),
     Breakage(
-        _case("f without all-reduce", 2, 1, 1, "zero0"), gradients_stay_apart_at_f, first="final_norm.weight"
+        _case("f without all-reduce", 2, 1, 1, "zero0"), gradients_stay_apart_at_f, first="final_norm.bias"
     ),
     Breakage(
         _case("f without all-reduce, zero3", 2, 1, 1, "zero3"),
         gradients_stay_apart_at_f,
-        first="final_norm.weight",
+        first="final_norm.bias",
     ),
     Breakage(
-        _case("g without all-reduce", 2, 1, 1, "zero0"), summands_stay_apart_at_g, first="final_norm.weight"
+        _case("g without all-reduce", 2, 1, 1, "zero0"), summands_stay_apart_at_g, first="final_norm.bias"
     ),
     Breakage(_case("sharded parameters not marked", 2, 1, 1, "zero0"), no_parameter_marked, by_norm=True),
     Breakage(
@@ -227,32 +221,35 @@ BREAKAGES = [
     Breakage(_case("padding not masked", 2, 1, 1, "zero0"), padding_gets_probability),
     Breakage(_case("data ranks not averaged", 1, 1, 2, "zero0"), data_ranks_stay_apart, by_norm=True),
     Breakage(
-        _case("weights drawn by rank", 2, 1, 1, "zero0"), weights_of_another_layout, first="final_norm.weight"
+        _case("weights drawn by rank", 2, 1, 1, "zero0"),
+        weights_of_another_layout,
+        first="word.weight",
+        kind="weight",
     ),
     Breakage(
         LayoutCase("sequence: norms not summed", 2, 1, 1, "zero0", sequence=True),
         norms_count_own_positions,
-        first="final_norm.weight",
+        first="final_norm.bias",
     ),
     Breakage(
         LayoutCase("sequence: norms not summed, zero3", 2, 1, 1, "zero3", sequence=True),
         norms_count_own_positions,
-        first="final_norm.weight",
+        first="final_norm.bias",
     ),
     Breakage(
         LayoutCase("sequence: logits not summed", 2, 1, 1, "zero1", sequence=True),
         gathered_gradients_stay_apart,
-        first="final_norm.weight",
+        first="final_norm.bias",
     ),
 ]
 BERT_BREAKAGES = [
     Breakage(
         LayoutCase("f without all-reduce, pure bf16", 2, 1, 1, "pure_bf16", states="bf16"),
         gradients_stay_apart_at_f,
-        first="head.norm.weight",
+        first="head.norm.bias",
     ),
     Breakage(
-        _case("f without all-reduce", 2, 1, 1, "zero0"), gradients_stay_apart_at_f, first="head.norm.weight"
+        _case("f without all-reduce", 2, 1, 1, "zero0"), gradients_stay_apart_at_f, first="head.norm.bias"
     ),
     Breakage(
         _case("tied decoder not summed", 1, 2, 1, "pipeline"), tied_gradients_stay_apart, first="word.weight"
@@ -283,19 +280,15 @@ DROPOUT_BREAKAGES = [
 CONTROL = Breakage(_case("nothing broken", 2, 1, 1, "zero0"), nullcontext)
 
 
-def train(directory: Path, breakages: Sequence[Breakage] | None = None) -> None:
-    """Train the recipe of the directory once under every breakage; None: those of its kind, then none."""
-    terminal.quiet_libraries()
-    recipe = catalog.load_resolved(directory / "recipe.yaml")
-    machine = description.detect_machine()
-    with ending.clean_exit():
-        processes.start_processes(timedelta(minutes=2))
-        of_family = BREAKAGES if recipe.model.family == "gpt2" else BERT_BREAKAGES
-        of_recipe = DROPOUT_BREAKAGES if recipe.dropout.hidden else of_family
-        for breakage in breakages or (*of_recipe, CONTROL):
-            with breakage.broken():
-                run_case(recipe, breakage.case, directory / breakage.case.folder, machine)
+def train(breakages: Sequence[Breakage]) -> None:
+    """Train the tasks of a launch, each within what breaks the layout of its name."""
+    broken = {breakage.case.name: breakage.broken for breakage in breakages}
+
+    def around(task: Task) -> AbstractContextManager:
+        return broken.get(json.loads(task.given)["case"]["name"], nullcontext)()
+
+    work(Path(sys.argv[1]), around)
 
 
 if __name__ == "__main__":
-    train(Path(sys.argv[1]))
+    train([*BREAKAGES, *BERT_BREAKAGES, *DROPOUT_BREAKAGES])

@@ -12,7 +12,7 @@ from cases import write_found
 
 from ds_configs.plan import Device
 from launch.console import terminal
-from launch.experiments.parity.groups import temporary_groups
+from launch.experiments.groups import temporary_groups
 from launch.ranks import processes
 
 terminal.quiet_libraries()

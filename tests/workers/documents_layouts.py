@@ -1,15 +1,8 @@
-"""Two ranks that train a GPT with borders of documents under several layouts, some with the borders broken.
-
-Started by tests/launch/experiments/parity/test_documents.py.
-
-documents_layouts.py DIRECTORY    which holds recipe.yaml and gets a run directory for every case
-"""
+"""A proof's worker for a GPT with borders of documents, in some layouts broken: documents_layouts.py TASKS."""
 
 from __future__ import annotations
 
-import sys
-from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
+from contextlib import AbstractContextManager
 from unittest import mock
 
 from broken_layouts import Breakage, train
@@ -18,7 +11,6 @@ from launch.experiments.parity.layout_cases import LayoutCase
 from launch.ranks import processes
 from modeling import documents
 
-PROCESSES = 2
 CASES = (
     LayoutCase("sequence tp2 zero2", 2, 1, 1, "zero2", sequence=True),
     LayoutCase("pp2 recomputed", 1, 2, 1, "pipeline", accumulation=4, checkpointing="full"),
@@ -74,4 +66,4 @@ BROKEN = (
     Breakage(POSITIONS, not_begun_anew),
 )
 if __name__ == "__main__":
-    train(Path(sys.argv[1]), [*(Breakage(case, nullcontext) for case in CASES), *BROKEN])
+    train(BROKEN)

@@ -22,7 +22,7 @@ MACHINE = description.detect_machine()
 import torch  # noqa: E402  (after the accelerator is chosen)
 
 from ds_configs.resolver import resolve  # noqa: E402
-from launch.experiments.parity.groups import temporary_groups  # noqa: E402
+from launch.experiments.groups import temporary_groups  # noqa: E402
 from launch.records.facts import RunFacts  # noqa: E402
 from launch.training.engine import build_engine, release_at_end, train_step  # noqa: E402
 from launch.training.job import Job  # noqa: E402

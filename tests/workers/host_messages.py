@@ -19,7 +19,7 @@ from data import corpus
 from ds_configs.plan import HOST, Machine
 from ds_configs.resolver import resolve
 from launch.checkpoints import tensor_file
-from launch.experiments.parity.groups import temporary_groups
+from launch.experiments.groups import temporary_groups
 from launch.ranks import ending, processes
 from launch.ranks.meeting import Meeting
 from launch.ranks.ranks_meeting import RanksMeeting

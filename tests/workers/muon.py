@@ -29,7 +29,7 @@ from data.corpus import build  # noqa: E402
 from ds_configs.resolver import resolve  # noqa: E402
 from launch.checkpoints.engine_state import EngineState  # noqa: E402
 from launch.checkpoints.manifest import MOMENTS, WEIGHT  # noqa: E402
-from launch.experiments.parity.groups import temporary_groups  # noqa: E402
+from launch.experiments.groups import temporary_groups  # noqa: E402
 from launch.planning.prediction import workload  # noqa: E402
 from launch.records.facts import RunFacts  # noqa: E402
 from launch.training import engine as training  # noqa: E402

@@ -18,7 +18,7 @@ from data.samples import streamed_splits
 from data.samples.lanes import StreamedSamples
 from ds_configs.plan import HOST, Machine
 from ds_configs.resolver import resolve
-from launch.experiments.parity.groups import temporary_groups
+from launch.experiments.groups import temporary_groups
 from launch.ranks import ending, processes
 from launch.ranks.meeting import Meeting
 from launch.ranks.ranks_meeting import RanksMeeting

@@ -24,7 +24,7 @@ from launch.checkpoints import reading, run_checkpoints
 from launch.checkpoints.engine_state import EngineState
 from launch.checkpoints.geometry import Cut
 from launch.checkpoints.stored import StoredTensors
-from launch.experiments.parity.groups import temporary_groups
+from launch.experiments.groups import temporary_groups
 from launch.ranks import ending, processes
 from launch.records.facts import RunFacts
 from launch.training.job import Job

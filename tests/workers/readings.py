@@ -17,7 +17,7 @@ import any_layout
 
 from data.corpus import build
 from launch.checkpoints import reading, run_checkpoints
-from launch.experiments.parity.groups import temporary_groups
+from launch.experiments.groups import temporary_groups
 from launch.ranks import ending, processes
 from launch.records.facts import RunFacts
 from launch.training.job import Job

@@ -24,7 +24,7 @@ MACHINE = description.detect_machine()
 from data.corpus import build  # noqa: E402  (after the accelerator is chosen)
 from ds_configs.resolver import resolve  # noqa: E402
 from launch.checkpoints import manifest, run_checkpoints, shares, tensor_file  # noqa: E402
-from launch.experiments.parity.groups import temporary_groups  # noqa: E402
+from launch.experiments.groups import temporary_groups  # noqa: E402
 from launch.machine import memory  # noqa: E402
 from launch.records.facts import RunFacts, SilentRecorder  # noqa: E402
 from launch.training.early_ends import NotSavedError  # noqa: E402

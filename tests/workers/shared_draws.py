@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ds_configs.plan import HOST, Machine
 from ds_configs.resolver import resolve
-from launch.experiments.parity.groups import temporary_groups
+from launch.experiments.groups import temporary_groups
 from launch.training.build_model import build_module
 from modeling.families import family_of, model_shape
 from modeling.initialization import Init, canonical_name, shard_of

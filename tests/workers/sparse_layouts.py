@@ -1,15 +1,8 @@
-"""Two ranks that train a model with banded layers under several layouts, one with a broken band.
-
-Started by tests/modeling/test_banded_models.py.
-
-sparse_layouts.py DIRECTORY    which holds recipe.yaml and gets a run directory for every case
-"""
+"""A proof's worker for a model with banded layers, under some layouts broken: sparse_layouts.py TASKS.json."""
 
 from __future__ import annotations
 
-import sys
-from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
+from contextlib import AbstractContextManager
 from unittest import mock
 
 from broken_layouts import Breakage, train
@@ -17,7 +10,6 @@ from broken_layouts import Breakage, train
 from launch.experiments.parity.layout_cases import LayoutCase
 from modeling import sparse_attention
 
-PROCESSES = 2
 CASES = (
     LayoutCase("tp2", 2, 1, 1, "zero0"),
     LayoutCase("pp2 recomputed", 1, 2, 1, "pipeline", accumulation=4, checkpointing="full"),
@@ -47,10 +39,4 @@ def columns_of_the_first_heads() -> AbstractContextManager:
 
 
 if __name__ == "__main__":
-    train(
-        Path(sys.argv[1]),
-        [
-            *(Breakage(case, nullcontext) for case in CASES),
-            *map(Breakage, BROKEN, (one_too_wide, columns_of_the_first_heads)),
-        ],
-    )
+    train([*map(Breakage, BROKEN, (one_too_wide, columns_of_the_first_heads))])

@@ -2,43 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
 
-from launch.experiments.parity.comparison import RunOutcome
+from launch.experiments.proving.proving import Proven
 from launch.records.loss_plot import INK, QUIET, TRAINING, VALIDATION, step_ticks
 from recipes.problems import counted
 
 ROUNDING = 4  # units in the last place of the loss in fp32, the height of the band
 
 
-def draw_curves(
-    reference: RunOutcome, others: Sequence[RunOutcome], path: Path, title: str
-) -> None:
+def draw_curves(proven: Proven, path: Path, title: str) -> None:
     """Draw the losses per step, in nats, and below them the largest absolute difference of any layout.
 
-    Layouts without a full training, or with states in bf16, are left out. `path` ends in .png, .svg or .pdf.
+    Layouts that failed, or have states of another precision, are left out. `path` ends in .png, .svg or .pdf.
     """
+    own = np.array([*proven.reference.found.losses.values()])
+    precision = proven.reference.task.precision
     compared = []
-    for other in others:
-        whole = len(other.losses) == len(reference.losses)
-        if whole and other.case.states == reference.case.states:
-            compared.append(other)
+    for row in proven.rows:
+        if not row.failure and row.precision == precision:
+            compared.append([*row.losses.values()])
     if not compared:
         return
-    own = np.array(reference.losses)
     steps = np.arange(1, len(own) + 1)
-    apart = np.abs(np.array([other.losses for other in compared]) - own)
+    apart = np.abs(np.array(compared) - own)
     largest = apart.max(axis=0)
     band = ROUNDING * np.spacing(own.astype(np.float32)).astype(float)
     figure = Figure(figsize=(8, 5), layout="constrained")
     above, below = figure.subplots(2, sharex=True, height_ratios=(3, 2))
     above.plot(steps, own, color="0.82", linewidth=8)
     for other in compared:
-        above.plot(steps, other.losses, color=TRAINING, linewidth=1)
+        above.plot(steps, other, color=TRAINING, linewidth=1)
     layouts = counted(len(compared), "layout")
     above.set_title(title, loc="left", color=INK, weight="bold")
     above.set_ylabel("minimised loss (nats)", color=INK)

@@ -44,7 +44,7 @@ class LayoutCase:
     checkpointing: str = "none"  # activation_checkpointing of the recipe
     sequence: bool = False  # sequence parallelism over the tensor ranks
     compiled_from: str | None = None  # name of the eager case, if layers are compiled
-    # precision of weights and states, which decides the tolerances
+    # precision of weights and states, and of the one process that it is compared with
     states: str = "fp32"
 
     @property
@@ -53,14 +53,27 @@ class LayoutCase:
 
     @property
     def folder(self) -> str:
-        """Return the name of the run directory."""
+        """Return the name of its directory."""
         return self.name.replace(",", "").replace(" ", "-")
+
+    @property
+    def words(self) -> str:
+        """Return its degrees as `proving.layout` reads them."""
+        accumulation = self.accumulation or 1
+        degrees = f"tp{self.tp}-pp{self.pp}-dp{self.dp}"
+        return f"{degrees}-accumulation{accumulation}"
 
     def with_compiled_layers(self) -> LayoutCase:
         return replace(self, name=f"{self.name} compiled", compiled_from=self.name)
 
 
-REFERENCE = LayoutCase("one process", 1, 1, 1, "zero0")
+RUN = "run"  # the run directory below the layout's own
+# by the precision of weights and states
+REFERENCES = {
+    "fp32": LayoutCase("one process", 1, 1, 1, "zero0"),
+    "bf16": LayoutCase("one process, pure bf16", 1, 1, 1, "pure_bf16", states="bf16"),
+}
+REFERENCE = REFERENCES["fp32"]
 CASES = (
     LayoutCase("accumulation 4", 1, 1, 1, "zero0", accumulation=4),
     LayoutCase("own accumulation", 1, 1, 1, "zero1", accumulation=None),

@@ -1,138 +1,95 @@
-"""Train a recipe under several layouts, with one launch per number of processes.
-
-python -m torch.distributed.run --nproc_per_node=2 launch/experiments/parity/layout_runs.py CASES.json
-
-(started by `run_cases`, which writes CASES.json)
-"""
+"""Train a recipe in one process and under layouts, with one launch per number of processes."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import shutil
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ds_configs.plan import Machine
 from launch.console import terminal
-from launch.experiments.launching import run_and_wait, torchrun
-from launch.experiments.parity.comparison import RunOutcome, read_outcome
-from launch.experiments.parity.groups import temporary_groups
-from launch.experiments.parity.layout_cases import LayoutCase, case_plan
-from launch.machine import description
-from launch.ranks import ending, joining
-from launch.ranks.processes import TIMEOUT, rank
+from launch.experiments.parity.layout_cases import REFERENCES, LayoutCase
+from launch.experiments.proving.layout import Layout, layout_of
+from launch.experiments.proving.proving import Proven, Reference
+from launch.experiments.proving.runs import launch
+from launch.experiments.proving.task import Task
+from launch.experiments.proving.verdict import Row, row_of
 from recipes import catalog
 from recipes.problems import counted
 from recipes.schema import Recipe
 
-Start = Callable[[int, Path, Path], None]  # (processes, CASES.json, log to write)
+ADAPTER = Path(__file__).with_name("adapter.py")
+TIMEOUT = 1800.0  # seconds of a step, the first of which compiles
 
 
-def start_torchrun(processes: int, jobs: Path, log: Path) -> None:
-    """Run the cases of a file on `processes` ranks with torchrun."""
-    run_and_wait([*torchrun(processes), __file__, str(jobs)], log)
+class Layouts:
+    """A recipe's layouts, next to one process of the same precision; `out`: of all they leave."""
 
+    def __init__(self, recipe: Recipe, out: Path) -> None:
+        out.mkdir(parents=True, exist_ok=True)
+        self._recipe = recipe
+        self.out = out
+        self._references = dict[str, Reference]()
+        self._file = out / "recipe.yaml"
+        self._file.write_text(catalog.dump(recipe))
 
-def run_cases(
-    recipe: Recipe,
-    cases: Sequence[LayoutCase],
-    out: Path,
-    keep: bool = True,
-    start: Start = start_torchrun,
-) -> Iterator[RunOutcome]:
-    """Run every case, fewest processes first; remove each run directory unless `keep`.
+    def reference(self, states: str = "fp32") -> Reference:
+        """Return the runs in one process, made when they are first asked for. Raises ProblemsError."""
+        if states not in self._references:
+            case = REFERENCES[states]
+            terminal.say(f"1 process: {case.name}, again, and rounded otherwise")
+            self._references[states] = Reference(self.task(case), set())
+        return self._references[states]
 
-    Cases with the same number of processes share a launch, since a launch takes longer than a case. After a
-    failure another launch runs the rest.
-    """
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "recipe.yaml").write_text(catalog.dump(recipe))
-    launches = itertools.count(1)
-    for processes in sorted({case.processes for case in cases}):
-        waiting = [case for case in cases if case.processes == processes]
-        while waiting:
-            number = next(launches)
-            jobs = out / f"jobs-{number}.json"
-            log = out / f"log-{number}.txt"
-            jobs.write_text(json.dumps([vars(case) for case in waiting]))
-            names = "; ".join(case.name for case in waiting)
+    def proven(self, cases: Sequence[LayoutCase], keep: bool = True) -> Proven:
+        """Return the layouts next to one process, that of fp32 if some are in it. Raises ProblemsError."""
+        states = max(case.states for case in cases)
+        return Proven(self.reference(states), [*self._rows(cases, keep)])
+
+    def _rows(self, cases: Sequence[LayoutCase], keep: bool) -> Iterator[Row]:
+        """Train and compare, fewest processes first; remove what each leaves unless `keep`.
+
+        Layouts of as many processes share a launch, which takes longer than a layout.
+        """
+        for states in sorted({case.states for case in cases}, reverse=True):
+            self.reference(states)
+        for processes in sorted({case.processes for case in cases}):
+            chosen = [case for case in cases if case.processes == processes]
+            names = "; ".join(case.name for case in chosen)
             terminal.say(f"{counted(processes, 'process')}: {names}")
-            # from a launch that failed before its first case
-            for earlier in out.glob("error-rank-*.txt"):
-                earlier.unlink()
-            start(processes, jobs, log)
-            began = [case for case in waiting if (out / case.folder).exists()]
-            for case in began or waiting:
-                run = out / case.folder
-                yield read_outcome(case, run, log)
+            tasks = [self._compared(case) for case in chosen]
+            failures = launch(tasks, processes)
+            for case, task in zip(chosen, tasks, strict=True):
+                layout = Layout(case.name, layout_of(case.words).words)
+                reference = self.reference(case.states)
+                failure = failures.get(task.out)
+                if failure:
+                    yield Row(layout, failure=failure)
+                else:
+                    of = reference.found, reference.bounds, reference.shares
+                    yield row_of(layout, task, *of)
                 if not keep:
-                    shutil.rmtree(run, ignore_errors=True)
-            waiting = waiting[len(began) :] if began else []
+                    shutil.rmtree(task.out)
 
-
-def work(jobs: Path) -> None:
-    """Run every case of one launch in turn on this rank, in the same process group."""
-    out = jobs.parent
-    current = out  # run directory of the current case
-    meeting = joining.meet(out=str(out))
-    machine = description.detect_machine()
-    cases = [LayoutCase(**case) for case in json.loads(jobs.read_text())]
-    with joining.joined(
-        meeting,
-        max(case.tp for case in cases),
-        note_failure=lambda text: ending.keep_error(current, text),
-    ):
-        recipe = catalog.load_resolved(out / "recipe.yaml")
-        for case in cases:
-            current = out / case.folder
-            with temporary_groups():
-                run_case(recipe, case, current, machine)
-
-
-def run_case(
-    recipe: Recipe, case: LayoutCase, directory: Path, machine: Machine
-) -> None:
-    """Train one case. A failure ends the launch with a traceback; a divergence is only recorded."""
-    from data.corpus import build
-    from launch.experiments.parity.gradients import FirstGradients
-    from launch.records import vocabulary
-    from launch.records.admission import admit
-    from launch.records.facts import Ending, Entropies, RunFacts, SilentRecorder
-    from launch.records.recorder import Recorder
-    from launch.training.early_ends import Diverged
-    from launch.training.job import Job
-    from launch.training.loop import train
-    from launch.training.run import Start
-    from modeling.parallel.process_grid import ProcessGrid
-
-    directory.mkdir(exist_ok=True)
-    plan = case_plan(recipe, case, machine)
-    facts = RunFacts(plan, case.name, original=recipe)
-    compiled = case.compiled_from is not None
-    job = Job(facts, directory, compiled=compiled, callbacks=(FirstGradients,))
-    corpus = build(recipe, say=lambda text: None)
-    recorder = SilentRecorder()
-    if rank() == 0:
-        entropies = Entropies(corpus.uniform_entropy, corpus.unigram_entropy)
-        machine_facts = description.describe()
-        facts = replace(
-            facts, machine=machine_facts, data=corpus.summary, entropies=entropies
+    def _compared(self, case: LayoutCase) -> Task:
+        reference = self.reference(case.states)
+        return replace(
+            self.task(case),
+            reference=reference.task.out,
+            bounds=reference.bounds.tensors,
         )
-        opened = admit(directory, facts, sys.argv)
-        vocabulary.keep(opened.path, corpus.tokenizer)
-        recorder = Recorder(opened, facts)
-    with recorder:
-        try:
-            grid = ProcessGrid(case.tp, case.pp, case.dp, TIMEOUT)
-            train(Start(job, recorder, corpus, grid))
-        except Diverged as error:  # on all ranks alike, so the next case can run
-            ending.keep_error(directory, error.why)
-        else:
-            recorder.finish(Ending())
 
-
-if __name__ == "__main__":
-    work(Path(sys.argv[1]))
+    def task(self, case: LayoutCase) -> Task:
+        """Return the training of a layout that is compared with none."""
+        given = {"recipe": str(self._file.absolute()), "case": vars(case)}
+        return Task(
+            str(ADAPTER),
+            case.words,
+            str(self.out / case.folder),
+            self._recipe.steps,
+            precision=case.states,
+            timeout=TIMEOUT,
+            given=json.dumps(given),
+            ends=True,
+        )

@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ Batch = dict[str, Tensor]
 Shard = Callable[[str, Tensor], Tensor]  # (name, whole tensor) -> this rank's part
 # of modules that wrap others: DDP and DeepSpeed's engine, torch.compile, torch's recomputation
 WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-MOST_KEPT = 64  # tensors beyond their bounds, of one step
+MOST_KEPT = 64  # tensors beyond their bounds, of one step, and their elements
 
 
 class Proof:
@@ -49,6 +49,8 @@ class Proof:
         checkpoint: directory to save to after the last batch; None: none is asked for.
         stack: file of where this rank was when a step took too long, or failed.
         resumed: directory to load before the first batch; None: training begins anew.
+        given: what the proof was started with for this adapter.
+        out: directory of what the ranks find.
     """
 
     def __init__(self, task: Task, adapter: Any) -> None:
@@ -59,15 +61,16 @@ class Proof:
         self.resumed = Path(task.resumed) if task.resumed else None
         self._task = task
         self._adapter = adapter
-        self._out = Path(task.out)
-        self._out.mkdir(parents=True, exist_ok=True)
+        self.given = task.given
+        self.out = Path(task.out)
+        self.out.mkdir(parents=True, exist_ok=True)
         self._done = task.done
         self._found = Found()
         self._beyond = dict[str, Tensor]()
         self._shard: Shard | None = None
         self._named: Callable[[str], object] = str
         self._reading: Reading | None = None
-        self.stack = (self._out / f"rank-{self.rank}-stack.txt").open("w")
+        self.stack = (self.out / f"rank-{self.rank}-stack.txt").open("w")
         self._end = threading.Timer(0, self._leave)
         torch.manual_seed(task.seed)
         self._wait()
@@ -91,27 +94,42 @@ class Proof:
             if self.rank == 0:
                 save_file(
                     {name: whole(each).clone() for name, each in own.items()},
-                    self._out / INITIAL,
+                    self.out / INITIAL,
                 )
             return
         given = load_file(self._task.initial)
-        generator = torch.Generator().manual_seed(self._task.noise)
         for name, tensor in own.items():
             if name not in given:
                 raise ValueError(
                     f"{name} is no tensor of the model in one process, which has {', '.join(given)}: "
                     "say its name there with names="
                 )
-            part = self.part(name, given[name], tensor)
-            if tensor.is_floating_point() and self._task.rounding:
-                sign = torch.rand(part.shape, generator=generator).to(part) * 2 - 1
-                part = part * (1 + self._task.rounding * sign)
             with torch.no_grad():
-                tensor.copy_(part)
+                tensor.copy_(self.part(name, given[name], tensor))
+        self.round_weights(own.values())
 
-    def watch(self, model: nn.Module, optimizer: Any = None) -> None:
-        """Say what is trained: the wrapped model, or DeepSpeed's engine. `optimizer`: of any other."""
-        self._reading = Reading(
+    def round_weights(self, weights: Iterable[Tensor]) -> None:
+        """Round initial weights otherwise, in a run that shows what rounding does. `load` does it."""
+        generator = torch.Generator().manual_seed(self._task.noise)
+        for tensor in weights:
+            if tensor.is_floating_point() and self._task.rounding:
+                sign = torch.rand(tensor.shape, generator=generator).to(tensor) * 2 - 1
+                with torch.no_grad():
+                    tensor.mul_(1 + self._task.rounding * sign)
+
+    def watch(
+        self,
+        model: Any,
+        optimizer: Any = None,
+        reading: Reading | None = None,
+        shard: Shard | None = None,
+    ) -> None:
+        """Say what is trained: the wrapped model, or DeepSpeed's engine.
+
+        `optimizer`: of any other; `reading`: reads what is sharded otherwise, which `shard` cuts.
+        """
+        self._shard = shard or self._shard
+        self._reading = reading or Reading(
             self._tensors(model), optimizer or getattr(model, "optimizer", None)
         )
         self._norm = getattr(model, "get_global_grad_norm", lambda: None)
@@ -159,8 +177,16 @@ class Proof:
         for figures, value in ((self._found.losses, loss), (self._found.norms, norm)):
             if value is not None:
                 figures[self._done] = float(value)
-        self._compare(self._reading.after_step())
+        task = self._task
+        if not task.ends or self._done == task.done + 1:
+            self._compare(self._reading.after_step())
+        elif self._done == task.done + task.steps:
+            self._compare({"weight": self._reading.weights()})
         self._wait()
+
+    def validation(self, done: int, loss: float) -> None:
+        """Compare the loss on held-out text after so many steps."""
+        self._found.validations[done] = loss
 
     def part(self, name: str, of: Tensor, like: Tensor) -> Tensor:
         """Return this rank's part of a whole tensor, as large as `like`. Raises ValueError."""
@@ -180,8 +206,8 @@ class Proof:
         if self._reading:
             self._found.unread.extend(self._reading.unread)
         if self._beyond:
-            save_file(self._beyond, self._out / f"rank-{self.rank}.safetensors")
-        write_found(found_by(self._out, self.rank), self._found)
+            save_file(self._beyond, self.out / f"rank-{self.rank}.safetensors")
+        write_found(found_by(self.out, self.rank), self._found)
 
     def _cut(self, of: Tensor, like: Tensor) -> Tensor:
         sizes = enumerate(zip(of.shape, like.shape, strict=False))
@@ -210,7 +236,7 @@ class Proof:
             if self.rank == 0:
                 save_file(
                     {name: each.clone() for name, each in flat.items()},
-                    tensors_of(self._out, step),
+                    tensors_of(self.out, step),
                 )
             return
         with safe_open(tensors_of(self._task.reference, step), "pt") as reference:
@@ -236,7 +262,8 @@ class Proof:
         along = (own * expected).sum() / norm**2
         sizes = (own - expected, own - along * expected, expected)
         apart, across, of_expected = (float(each.norm()) for each in sizes)
-        fact = Fact(step, kind, name, apart, across, of_expected)
+        largest = float((own - expected).abs().max())
+        fact = Fact(step, kind, name, apart, across, of_expected, largest)
         self._found.facts.append(fact)
         bounds = self._task.bounds
         kept = next(iter(self._beyond), f"{step}/").split("/")[0] == str(step)
@@ -260,7 +287,7 @@ class Proof:
     def _leave(self) -> None:
         """End this process once every rank has said where it is: the end of one ends the others."""
         ranks = range(torch.distributed.get_world_size())
-        stacks = [self._out / f"rank-{rank}-stack.txt" for rank in ranks]
+        stacks = [self.out / f"rank-{rank}-stack.txt" for rank in ranks]
         wait_for(stacks)
         time.sleep(1)  # while the last one writes
         os._exit(1)

@@ -37,6 +37,8 @@ from recipes.problems import ProblemsError, counted
 class Reference:
     """The runs in one process, to which every layout is compared. Raises ProblemsError.
 
+    `numbers`: of equal shares of the batch on which one step is made each; none: batches are the adapter's own.
+
     Attributes:
         task: of the run whose tensors are kept.
         found: by that run, losses and norms.
@@ -62,7 +64,7 @@ class Reference:
             )
             perturbed.append(rounded)
         shares = dict[int, list[Task]]()
-        for number in sorted(numbers | {2}):
+        for number in sorted(numbers):
             shares[number] = [
                 replace(
                     like,
@@ -73,22 +75,25 @@ class Reference:
                 )
                 for index in range(number)
             ]
-        every = [task, again, *perturbed, other_seed]
-        every += itertools.chain.from_iterable(shares.values())
-        failure = launch(every, 1)
-        if failure:
+        every = [task, again, *perturbed]
+        if numbers:
+            every += [other_seed, *itertools.chain.from_iterable(shares.values())]
+        for failure in launch(every, 1).values():
             raise ProblemsError.of(
                 "ADAPTER", failure, "it trains in one process first", "mend it there"
             )
         self.found = _of(task)
         _check_repeat(self.found, _of(again))
-        _check_batch(self.found, [_of(each) for each in shares[2]])
         self.bounds = bounds_of(self.found, map(_of, perturbed), task.precision)
-        first = self.found.losses.get(1)
-        runs = {}
-        for number, tasks in shares.items():
-            runs[number] = {Path(each.out): _clipped(each) for each in tasks}
-        self.shares = Shares(runs, random=_of(other_seed).losses.get(1) != first)
+        self.shares = Shares()
+        if numbers:
+            _check_batch(self.found, [_of(each) for each in shares[2]])
+            first = self.found.losses.get(1)
+            runs = {}
+            for number, tasks in shares.items():
+                runs[number] = {Path(each.out): _clipped(each) for each in tasks}
+            random = _of(other_seed).losses.get(1) != first
+            self.shares = Shares(runs, random)
 
 
 @dataclass(frozen=True)
@@ -120,7 +125,7 @@ def prove(
     say(f"one process: {counted(task.steps, 'step')}, again, and rounded otherwise")
     out = Path(task.out)
     single = replace(task, out=str(out / "one-process"), accumulation=1)
-    reference = Reference(single, {layout.shares for layout in chosen})
+    reference = Reference(single, {2, *(layout.shares for layout in chosen)})
     rows = []
     for layout in chosen:
         say(f"{layout.name}: {counted(layout.ranks, 'rank')}")
@@ -142,16 +147,21 @@ def _row(reference: Reference, layout: Layout, task: Task, resume: str) -> Row:
     if resume:
         saved = f"{task.out}-saved"
         first = replace(task, out=f"{task.out}-first", steps=1, checkpoint=saved)
-        failure = launch([first], layout.ranks)
+        failure = _trained(first, layout)
         if resume != SAME:
             layout = layout_of(resume, task.accumulation)
         task = replace(
             task, layout=layout.name, done=1, steps=task.steps - 1, resumed=saved
         )
-    failure = failure or launch([task], layout.ranks)
+    failure = failure or _trained(task, layout)
     if failure:
         return Row(layout, failure=failure)
     return row_of(layout, task, reference.found, reference.bounds, reference.shares)
+
+
+def _trained(task: Task, layout: Layout) -> str:
+    """Train one task; return the failure, or "" if there is none."""
+    return launch([task], layout.ranks).get(task.out, "")
 
 
 def _clipped(task: Task) -> float:

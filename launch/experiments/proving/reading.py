@@ -21,7 +21,7 @@ class Reading:
         unread: moments that the optimizer does not show.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], optimizer: Any) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], optimizer: Any = None) -> None:
         self.unread = set[str]()
         self._tensors = tensors
         self._wrappers = []
@@ -36,7 +36,7 @@ class Reading:
         return {name: weight_of(each).clone() for name, each in self._tensors.items()}
 
     def after_step(self) -> dict[str, Tensors]:
-        """Return gradients, moments, weights by kind.
+        """Return gradients, moments, weights by kind, gradients in the order in which they are made.
 
         The gradients are those of the step, after clipping: the first moment is a mean of theirs, under
         any sharding.
@@ -44,12 +44,16 @@ class Reading:
         read = self.moments()
         gradients = Tensors()
         for moment in SHARES.keys() & read.keys():
-            kept, new = SHARES[moment](self._optimizer.param_groups[0])
-            for name, mean in read[moment].items():
+            for name, mean in reversed(read[moment].items()):
+                kept, new = self.shares(moment, name)
                 before = self._before.get(name, 0.0)
                 gradients[name] = (mean - kept * before) / new
         self.keep(read)
         return {"gradient": gradients, **read, "weight": self.weights()}
+
+    def shares(self, moment: str, name: str) -> tuple[float, float]:
+        """Return what a tensor's first moment keeps of itself, and takes of a step's gradient."""
+        return SHARES[moment](self._optimizer.param_groups[0])
 
     def keep(self, moments: Mapping[str, Tensors]) -> None:
         """Keep the moments from which the next step's gradients are told."""

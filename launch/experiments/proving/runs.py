@@ -20,18 +20,26 @@ def start(ranks: int, file: Path, log: Path) -> None:
     run_and_wait([*torchrun(ranks), str(WORKER), str(file)], log)
 
 
-def launch(tasks: Sequence[Task], ranks: int) -> str:
-    """Train tasks in turn on so many ranks; return the failure, or "" if there is none."""
-    out = Path(tasks[0].out)
-    out.mkdir(parents=True, exist_ok=True)
-    file = out / "tasks.json"
-    write_tasks(file, [*tasks])
-    log = out / "log.txt"
-    start(ranks, file, log)
-    for task in tasks:
-        if not all(found_by(task.out, rank).exists() for rank in range(ranks)):
-            return _failure(task, log, ranks)
-    return ""
+def launch(tasks: Sequence[Task], ranks: int) -> dict[str, str]:
+    """Train tasks in turn on so many ranks; return failures by the tasks' directories.
+
+    After a failure another launch trains the rest.
+    """
+    failures = {}
+    waiting = [*tasks]
+    while waiting:
+        out = Path(waiting[0].out)
+        out.mkdir(parents=True, exist_ok=True)
+        file = out / "tasks.json"
+        write_tasks(file, waiting)
+        log = out / "log.txt"
+        start(ranks, file, log)
+        while waiting:
+            task = waiting.pop(0)
+            if not all(found_by(task.out, rank).exists() for rank in range(ranks)):
+                failures[task.out] = _failure(task, log, ranks)
+                break
+    return failures
 
 
 def _failure(task: Task, log: Path, ranks: int) -> str:

@@ -29,6 +29,8 @@ class Task:
         done: steps of the run that is resumed, from `resumed`.
         checkpoint: where the adapter saves after the last step; "": nowhere.
         timeout: seconds that a step may take.
+        given: to the adapter, as `proof.given`.
+        ends: tensors are compared after the first and the last step alone.
     """
 
     adapter: str
@@ -48,6 +50,8 @@ class Task:
     resumed: str = ""
     checkpoint: str = ""
     timeout: float = 300.0
+    given: str = ""
+    ends: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,7 @@ class Fact:
         difference: its L2 norm.
         across: L2 norm of what is no multiple of the reference's.
         expected: L2 norm of the reference's.
+        largest: difference of an element.
     """
 
     step: int
@@ -67,6 +72,7 @@ class Fact:
     difference: float
     across: float
     expected: float
+    largest: float
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,7 @@ class Found:
 
     Attributes:
         losses: by step.
+        validations: losses on held-out text, by the number of steps before.
         norms: gradient norms by step, as the program says them.
         unknown: names of tensors that the reference has not.
         misfits: of tensors that are no part of the reference's, with both shapes.
@@ -83,6 +90,7 @@ class Found:
 
     facts: list[Fact] = field(default_factory=list)
     losses: dict[int, float] = field(default_factory=dict)
+    validations: dict[int, float] = field(default_factory=dict)
     norms: dict[int, float] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
     misfits: dict[str, str] = field(default_factory=dict)

@@ -36,8 +36,10 @@ SENTENCES = {
 }
 MOST_NAMED = 4  # tensors in a line
 LEGEND = (
-    "loss: largest absolute difference of a step; all others are relative",
-    "gradients, weights: largest L2 difference of a step, over all tensors; each tensor has a bound of its own",
+    "loss: largest absolute difference of a step or a validation; grad norm: largest relative one",
+    "gradients: of the first step, largest relative L2 difference of a tensor",
+    "weights: after the last step, largest difference of an element",
+    "each figure and each tensor of each step has a bound of its own, that of rounding",
 )
 
 

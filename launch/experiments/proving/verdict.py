@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +25,18 @@ from launch.experiments.proving.task import Fact, Found, Task, found_by, key, re
 ROUNDING = {"fp32": 2.0**-23, "bf16": 2.0**-8}
 PERTURBED = 3  # runs of the reference from weights that are rounded otherwise
 TIMES = 10.0  # as much as the largest difference of these runs is rounding
+NOTHING = 1e-6  # of the gradients' norm
 LEAST = 10.0  # roundings of a tensor's norm, or of the loss, that always are
+FIGURES = ("losses", "validations", "norms")  # of `Found`
 ORDER = {"gradient": 0, "weight": 2}  # of kinds in a step; moments come between them
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Largest differences that rounding explains: L2 of tensors, losses in nats, norms relative."""
+    """Largest differences that rounding explains: L2 of tensors by `key`; relative ones of figures by step."""
 
     tensors: Mapping[str, float]
-    losses: Mapping[int, float]
-    norms: Mapping[int, float]
+    figures: Mapping[str, Mapping[int, float]]
 
 
 @dataclass(frozen=True)
@@ -61,14 +62,22 @@ class First:
 
 @dataclass(frozen=True)
 class Row:
-    """A layout next to the reference: largest differences, relative but for the loss.
+    """A layout next to the reference.
 
     Attributes:
+        precision: that was asked for.
+        losses: by step.
+        loss: largest absolute difference of a step or a validation.
+        norm: largest relative difference of a gradient norm.
+        gradient: of the first step, largest relative L2 difference of a tensor.
+        weight: after the last step, largest difference of an element.
         lost: tensors that no rank had.
         failure: why there is no comparison.
     """
 
     layout: Layout
+    precision: str = "fp32"
+    losses: Mapping[int, float] = field(default_factory=dict)
     loss: float = np.nan
     norm: float = np.nan
     gradient: float = np.nan
@@ -91,24 +100,31 @@ def bounds_of(reference: Found, perturbed: Iterable[Found], precision: str) -> B
     """Return what rounding does to the reference: `TIMES` the differences of perturbed runs from it."""
     least = LEAST * ROUNDING[precision]
     tensors = defaultdict[str, float](float)
-    losses = {step: least * abs(loss) for step, loss in reference.losses.items()}
-    norms = dict.fromkeys(reference.norms, least)
+    figures = {}
+    for name in FIGURES:
+        figures[name] = dict.fromkeys(getattr(reference, name), least)
     for run in perturbed:
         for fact in run.facts:
             of = key(fact.step, fact.kind, fact.name)
             rounding = TIMES * fact.difference + least * fact.expected
             tensors[of] = max(tensors[of], rounding)
-        for step, loss in reference.losses.items():
-            apart = TIMES * abs(run.losses[step] - loss)
-            losses[step] = max(losses[step], apart)
-        for step, norm in reference.norms.items():
-            apart = TIMES * abs(run.norms[step] / norm - 1)
-            norms[step] = max(norms[step], apart)
-    return Bounds(dict(tensors), losses, norms)
+        for name, bounds in figures.items():
+            for step, apart in _ratios(getattr(run, name), reference, name).items():
+                bounds[step] = max(bounds[step], TIMES * abs(apart))
+    return Bounds(dict(tensors), figures)
+
+
+def _ratios(own: Mapping[int, float], reference: Found, name: str) -> dict[int, float]:
+    """Return the relative differences of a figure by step."""
+    ratios = {}
+    for step, value in getattr(reference, name).items():
+        if step in own:
+            ratios[step] = (own[step] - value) / max(abs(value), 1e-30)
+    return ratios
 
 
 def mean(found: Sequence[Found], name: str) -> dict[int, float]:
-    """Return losses or norms by step, the mean over the ranks that have one."""
+    """Return a figure by step, the mean over the ranks that have one."""
     of = defaultdict[int, list[float]](list)
     for each in found:
         for step, value in getattr(each, name).items():
@@ -121,14 +137,20 @@ def row_of(
 ) -> Row:
     """Compare a layout's training with the reference."""
     found = [read_found(found_by(task.out, rank)) for rank in range(layout.ranks)]
-    losses = mean(found, "losses")
-    norms = mean(found, "norms")
-    apart, ratios = dict[int, float](), dict[int, float]()
-    for step in range(task.done + 1, task.done + task.steps + 1):
-        if step in reference.losses:
-            apart[step] = losses.get(step, np.nan) - reference.losses[step]
-        if step in reference.norms.keys() & norms.keys():
-            ratios[step] = norms[step] / reference.norms[step] - 1
+    figures = {name: mean(found, name) for name in FIGURES}
+    losses = figures["losses"]
+    for step in reference.losses:
+        if step > task.done:
+            losses.setdefault(step, np.nan)
+    ratios = {name: _ratios(figures[name], reference, name) for name in FIGURES}
+    wrong = dict[str, list[int]]()
+    for name, own in ratios.items():
+        most = bounds.figures[name]
+        wrong[name] = [step for step in own if not abs(own[step]) <= most[step]]
+    apart = list[float]()
+    for name in ("losses", "validations"):
+        of = getattr(reference, name)
+        apart += [ratio * of[step] for step, ratio in ratios[name].items()]
     facts = list[Fact]()
     misfits, unread, unknown = set[str](), set[str](), set[str]()
     for each in found:
@@ -144,17 +166,20 @@ def row_of(
         # moments that an optimizer does not show are `unread`, and gradients are told from them
         if step > task.done and (kind == "weight" or not unread):
             lost.add(f"{kind} of {name} after step {step}")
-    wrong = [step for step in apart if not abs(apart[step]) <= bounds.losses[step]]
-    figures = Figures(wrong, ratios)
+    last = task.done + task.steps
+    ends = [fact for fact in facts if (fact.step, fact.kind) == (last, "weight")]
+    told = Figures(wrong["losses"], ratios["norms"])
     return Row(
         layout,
-        loss=_largest(apart.values()),
-        norm=_largest(ratios.values()),
-        gradient=_apart(facts, "gradient"),
-        weight=_apart(facts, "weight"),
-        first=_first(layout, task, found, bounds, shares, figures),
-        loss_agrees=not wrong,
-        norm_agrees=all(abs(ratios[step]) <= bounds.norms[step] for step in ratios),
+        task.precision,
+        losses,
+        loss=_largest(apart),
+        norm=_largest(ratios["norms"].values()),
+        gradient=_apart(facts, task.done + 1),
+        weight=_largest(fact.largest for fact in ends),
+        first=_first(layout, task, found, bounds, shares, told),
+        loss_agrees=not wrong["losses"] and not wrong["validations"],
+        norm_agrees=not wrong["norms"],
         lost=sorted(lost),
         unread=sorted(unread),
         failure="\n".join(sorted(misfits)),
@@ -170,14 +195,18 @@ def _first(
     shares: Shares,
     figures: Figures,
 ) -> First | None:
-    """Return the first tensor beyond its bound: gradients backward, then moments and weights forward."""
+    """Return the first tensor beyond its bound: gradients, then moments and weights."""
     facts = defaultdict[tuple[int, str], dict[str, dict[int, Fact]]](dict)
     for rank, each in enumerate(found):
         for fact in each.facts:
             of_name = facts[fact.step, fact.kind].setdefault(fact.name, {})
             of_name[rank] = fact
+    # as one process has them; ranks of a pipeline or of ZeRO have some alone
+    every = {name: place for place, name in enumerate(bounds.tensors)}
     for step, kind in sorted(facts, key=lambda each: (each[0], ORDER.get(each[1], 1))):
-        tensors = facts[step, kind]
+        named = facts[step, kind]
+        order = sorted(named, key=lambda name: every.get(key(step, kind, name), -1))
+        tensors = {name: named[name] for name in order}
         beyond, others = {}, []
         for name, by_rank in tensors.items():
             bound = bounds.tensors.get(key(step, kind, name), np.inf)
@@ -193,7 +222,7 @@ def _first(
         if beyond:
             # clipping scales all others, where one is wrong
             names = others if others and len(beyond) == len(tensors) else [*beyond]
-            name = names[-1 if kind == "gradient" else 0]
+            name = names[0]
             ranks = beyond[name]
             worst = max((tensors[name][rank] for rank in ranks), key=_relative)
             pieces = Pieces(
@@ -220,10 +249,14 @@ def _largest(values: Iterable[float]) -> float:
     return float(np.max(np.abs([*values] or [np.nan])))
 
 
-def _apart(facts: Iterable[Fact], kind: str) -> float:
-    """Return the largest relative L2 difference of a step, over all tensors of a kind."""
-    squares = defaultdict[int, Any](lambda: np.zeros(2))
+def _apart(facts: Iterable[Fact], step: int) -> float:
+    """Return the largest relative L2 difference of a tensor's gradient.
+
+    A tensor that has next to none beside all others is measured by theirs: it is nothing but rounding.
+    """
+    squares = defaultdict[str, Any](lambda: np.zeros(2))
     for fact in facts:
-        if fact.kind == kind:
-            squares[fact.step] += fact.difference**2, fact.expected**2
-    return _largest(np.sqrt(apart / of) for apart, of in squares.values())
+        if (fact.step, fact.kind) == (step, "gradient"):
+            squares[fact.name] += fact.difference**2, fact.expected**2
+    least = NOTHING**2 * sum(of for _, of in squares.values()) or 1.0
+    return _largest(np.sqrt(apart / max(of, least)) for apart, of in squares.values())

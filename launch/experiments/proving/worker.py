@@ -5,26 +5,34 @@ python -m torch.distributed.run --nproc_per_node=2 launch/experiments/proving/wo
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch.distributed as dist
 
-from launch.experiments.parity.groups import temporary_groups
+from launch.experiments.groups import temporary_groups
+from launch.experiments.proving.layout import layout_of
 from launch.experiments.proving.proof import Proof, open_adapter
-from launch.experiments.proving.task import read_tasks, wait_for
+from launch.experiments.proving.task import Task, read_tasks, wait_for
+from launch.ranks.joining import order_kernels
 from launch.ranks.processes import start_processes
 
+Around = Callable[[Task], AbstractContextManager[object]]
 
-def work(file: Path) -> None:
-    """Train every task of a file."""
+
+def work(file: Path, around: Around = lambda task: contextlib.nullcontext()) -> None:
+    """Train every task of a file, each within a context of its own."""
     tasks = read_tasks(file)
+    order_kernels(max(layout_of(task.layout)["tp"] for task in tasks))
     start_processes()
     for task in tasks:
         adapter = open_adapter(task.adapter)
-        with temporary_groups():
+        with temporary_groups(), around(task):
             proof = Proof(task, adapter)
             try:
                 adapter.train(proof)

@@ -1,13 +1,14 @@
 """torch's DistributedDataParallel as the average of ZeRO-0: equal to DeepSpeed's, to the last bit."""
 
 import pytest
-from compared import start_forked
+from compared import folder, layouts_of, train
 
 from ds_configs.findings import ConfigError
 from ds_configs.plan import ANY_GPU
 from ds_configs.resolver import resolve
-from launch.experiments.parity.layout_cases import FORCED, LayoutCase
-from launch.experiments.parity.layout_runs import run_cases
+from launch.checkpoints.run_checkpoints import newest
+from launch.checkpoints.stored import load_weights
+from launch.experiments.parity.layout_cases import LayoutCase
 from recipes import catalog
 
 ACCUMULATED = [LayoutCase("dp2 accumulated", 1, 1, 2, "zero0", accumulation=4, checkpointing="full")]
@@ -16,15 +17,17 @@ SLOW = [LayoutCase("tp2 dp2", 2, 1, 2, "zero0", accumulation=2)]
 
 
 def check_equal(tmp_path, recipe: str, cases, *settings: str) -> None:
-    found = []
+    figures, weights = [], []
     for ddp in ("true", "false"):
-        chosen = [*FORCED, *settings, f"parallel.torch_ddp={ddp}"]
-        shrunk = catalog.load(recipe, chosen, tiny=True, steps=3)
-        found.append([*run_cases(shrunk, cases, tmp_path / ddp, start=start_forked)])
-    for torchs, deepspeeds in zip(*found, strict=True):
-        assert torchs.failure is None and deepspeeds.failure is None, (torchs.failure, deepspeeds.failure)
-        assert (torchs.losses, torchs.norms) == (deepspeeds.losses, deepspeeds.norms), torchs.name
-        assert all(torchs.weights[name].equal(deepspeeds.weights[name]) for name in deepspeeds.weights)
+        layouts = layouts_of(tmp_path / ddp, [*settings, f"parallel.torch_ddp={ddp}"], recipe)
+        found = train(layouts, cases)
+        figures.append({name: (each.losses, each.norms) for name, each in found.items()})
+        saves = [newest(tmp_path / ddp / folder(case.name) / "checkpoints") for case in cases]
+        weights.append([load_weights(saved.directory) for saved in saves])
+    assert figures[0] == figures[1]
+    for torchs, deepspeeds in zip(*weights, strict=True):
+        assert torchs.keys() == deepspeeds.keys()
+        assert all(torchs[name].equal(deepspeeds[name]) for name in torchs)
 
 
 @pytest.mark.ci

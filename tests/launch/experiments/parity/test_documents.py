@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 import documents_layouts
 import pytest
-from compared import check_compiled_layouts, check_noticed, outcome, rows_of, train_and_compare
-from launching import WORKERS, run_ranks
+from compared import check_compiled_layouts, check_noticed, layouts_of, rows_by_name
+from launching import WORKERS
 from texted import jsonl
 
-from launch.experiments.parity.comparison import RunOutcome, compare
-from launch.experiments.parity.layout_cases import REFERENCE
-from recipes import catalog
+from launch.experiments.parity.layout_cases import CASES
+from launch.experiments.parity.layout_runs import Layouts
+from launch.experiments.proving.verdict import Row
 
 STEPS = 3
 EVERY_LAYOUT = [
@@ -36,45 +35,41 @@ def settings(tmp_path_factory) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def layouts(settings, tmp_path_factory) -> Path:
-    """Run directories of one process and of tests/workers/documents_layouts.py."""
-    out = tmp_path_factory.mktemp("layouts")
-    train_and_compare(out, [], catalog.DEFAULT_RECIPE, settings, STEPS)
-    done = run_ranks(documents_layouts.PROCESSES, WORKERS / "documents_layouts.py", out, timeout=400)
-    assert done.returncode == 0, done.stdout[-6000:]
-    return out
+def layouts(settings, tmp_path_factory) -> Layouts:
+    return layouts_of(tmp_path_factory.mktemp("layouts"), settings, steps=STEPS)
 
 
 @pytest.fixture(scope="module")
-def reference(layouts) -> RunOutcome:
-    found = outcome(layouts, REFERENCE.name)
-    assert found.failure is None and found.losses[-1] < found.losses[0] - 0.05
-    return found
+def rows(layouts) -> dict[str, Row]:
+    """Sound layouts and broken ones, by name."""
+    broken = [breakage.case for breakage in documents_layouts.BROKEN]
+    return rows_by_name(layouts, [*documents_layouts.CASES, *broken], WORKERS / "documents_layouts.py")
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize("case", documents_layouts.CASES, ids=lambda case: case.name)
-def test_layout_agrees(layouts, reference, case):
-    difference = compare(reference, outcome(layouts, case))
-    assert difference.agrees and difference.loss <= 2e-6, f"{difference}"
+def test_layout_agrees(rows, case):
+    assert rows[case.name].agrees and rows[case.name].loss <= 2e-6, rows[case.name]
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize("breakage", documents_layouts.BROKEN, ids=lambda broken: broken.case.name)
-def test_broken_borders_are_noticed(layouts, reference, breakage):
-    difference = check_noticed(reference, outcome(layouts, breakage.case), breakage)
-    assert difference.loss > 1e-5, "in the losses, far above rounding"
+def test_broken_borders_are_noticed(layouts, rows, breakage):
+    losses = layouts.reference().found.losses
+    assert losses[STEPS] < losses[1] - 0.05
+    check_noticed(layouts.reference(), rows[breakage.case.name], breakage)
+    assert rows[breakage.case.name].loss > 1e-5, "in the losses, far above rounding"
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize("more", [[], ["dropout.hidden=0.1"]], ids=["", "dropout"])
 def test_every_kind_of_layout_agrees(settings, tmp_path, more):
-    printed = train_and_compare(tmp_path, EVERY_LAYOUT, catalog.DEFAULT_RECIPE, [*settings, *more], 6)
-    assert rows_of(printed) == dict.fromkeys(EVERY_LAYOUT, "yes")
-    reference = outcome(tmp_path, REFERENCE.name)
-    differences = [compare(reference, outcome(tmp_path, name)).loss for name in EVERY_LAYOUT]
-    assert max(differences) <= 2e-6
+    chosen = [case for case in CASES if case.name in EVERY_LAYOUT]
+    rows = rows_by_name(layouts_of(tmp_path, [*settings, *more], steps=6), chosen)
+    assert rows.keys() == {*EVERY_LAYOUT}
+    for row in rows.values():
+        assert row.agrees and row.loss <= 2e-6, row
 
 
 @pytest.mark.long
