@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from ds_configs.findings import ConfigError
 from ds_configs.plan import Machine, Plan
 from ds_configs.resolver import resolve
+from launch.experiments.proving.layout import ACCUMULATION, Layout, layout_of
 from recipes.problems import Problem
 from recipes.schema import Recipe
 
@@ -63,6 +64,11 @@ class LayoutCase:
         degrees = f"tp{self.tp}-pp{self.pp}-dp{self.dp}"
         return f"{degrees}-accumulation{accumulation}"
 
+    @property
+    def layout(self) -> Layout:
+        """Return its degrees under its name."""
+        return Layout(self.name, layout_of(self.words).words)
+
     def with_compiled_layers(self) -> LayoutCase:
         return replace(self, name=f"{self.name} compiled", compiled_from=self.name)
 
@@ -74,108 +80,77 @@ REFERENCES = {
     "bf16": LayoutCase("one process, pure bf16", 1, 1, 1, "pure_bf16", states="bf16"),
 }
 REFERENCE = REFERENCES["fp32"]
-CASES = (
-    LayoutCase("accumulation 4", 1, 1, 1, "zero0", accumulation=4),
-    LayoutCase("own accumulation", 1, 1, 1, "zero1", accumulation=None),
-    LayoutCase("recomputed", 1, 1, 1, "zero1", checkpointing="full"),
-    LayoutCase("recomputed by 2", 1, 1, 1, "zero3", checkpointing="2"),
-    LayoutCase("tp2", 2, 1, 1, "zero0"),
-    LayoutCase(
-        "tp2 accumulation 4, recomputed",
-        2,
-        1,
-        1,
-        "zero1",
-        accumulation=4,
-        checkpointing="full",
-    ),
-    LayoutCase("tp2 zero3", 2, 1, 1, "zero3"),
-    LayoutCase("pp2", 1, 2, 1, "pipeline"),
-    LayoutCase("pp2 accumulation 4", 1, 2, 1, "pipeline", accumulation=4),
-    LayoutCase(
-        "pp2 accumulation 4, recomputed",
-        1,
-        2,
-        1,
-        "pipeline",
-        accumulation=4,
-        checkpointing="full",
-    ),
-    LayoutCase("pp2 own accumulation", 1, 2, 1, "pipeline", accumulation=None),
-    LayoutCase("dp2 zero0", 1, 1, 2, "zero0"),
-    LayoutCase("dp2 zero1", 1, 1, 2, "zero1"),
-    LayoutCase("dp2 zero2", 1, 1, 2, "zero2"),
-    LayoutCase("dp2 zero3", 1, 1, 2, "zero3"),
-    LayoutCase("dp2 zero2 offload", 1, 1, 2, "zero2_offload"),
-    LayoutCase("dp2 zero3 offload", 1, 1, 2, "zero3_offload", accumulation=4),
-    LayoutCase("dp2 zero2 own accumulation", 1, 1, 2, "zero2", accumulation=None),
-    LayoutCase("tp3", 3, 1, 1, "zero0"),
-    LayoutCase("pp3", 1, 3, 1, "pipeline", accumulation=None),
-    LayoutCase("tp2 dp2 zero1", 2, 1, 2, "zero1"),
-    LayoutCase("tp2 dp2 zero2", 2, 1, 2, "zero2", accumulation=4),
-    LayoutCase("tp2 dp2 zero3", 2, 1, 2, "zero3"),
-    LayoutCase(
-        "tp2 dp2 zero3 offload, recomputed",
-        2,
-        1,
-        2,
+# by name: words of `proving.layout`, and the file in ds_configs/; `own`: accumulation of the recipe, `full2`:
+# every second layer is recomputed
+_CASES = {
+    "accumulation 4": ("accumulation4", "zero0"),
+    "own accumulation": ("own", "zero1"),
+    "recomputed": ("full", "zero1"),
+    "recomputed by 2": ("full2", "zero3"),
+    "tp2": ("tp2", "zero0"),
+    "tp2 accumulation 4, recomputed": ("tp2-accumulation4-full", "zero1"),
+    "tp2 zero3": ("tp2", "zero3"),
+    "pp2": ("pp2", "pipeline"),
+    "pp2 accumulation 4": ("pp2-accumulation4", "pipeline"),
+    "pp2 accumulation 4, recomputed": ("pp2-accumulation4-full", "pipeline"),
+    "pp2 own accumulation": ("pp2-own", "pipeline"),
+    "dp2 zero0": ("dp2", "zero0"),
+    "dp2 zero1": ("dp2", "zero1"),
+    "dp2 zero2": ("dp2", "zero2"),
+    "dp2 zero3": ("dp2", "zero3"),
+    "dp2 zero2 offload": ("dp2", "zero2_offload"),
+    "dp2 zero3 offload": ("dp2-accumulation4", "zero3_offload"),
+    "dp2 zero2 own accumulation": ("dp2-own", "zero2"),
+    "tp3": ("tp3", "zero0"),
+    "pp3": ("pp3-own", "pipeline"),
+    "tp2 dp2 zero1": ("tp2-dp2", "zero1"),
+    "tp2 dp2 zero2": ("tp2-dp2-accumulation4", "zero2"),
+    "tp2 dp2 zero3": ("tp2-dp2", "zero3"),
+    "tp2 dp2 zero3 offload, recomputed": ("tp2-dp2-full", "zero3_offload"),
+    "pp2 dp2": ("pp2-dp2-accumulation4", "pipeline"),
+    "tp2 pp2": ("tp2-pp2-accumulation4", "3d"),
+    "tp2 pp2 recomputed": ("tp2-pp2-full", "3d"),
+    "tp4": ("tp4", "zero1"),
+    "tp2 pp2 dp2": ("tp2-pp2-dp2-accumulation4", "3d"),
+    "sequence tp2": ("tp2-sequence", "zero0"),
+    "sequence tp2 zero1, recomputed": ("tp2-full-sequence", "zero1"),
+    "sequence tp2 zero3": ("tp2-sequence", "zero3"),
+    "sequence tp4": ("tp4-sequence", "zero1"),
+    "sequence tp2 dp2 zero2": ("tp2-dp2-accumulation4-sequence", "zero2"),
+    "sequence tp2 dp2 zero3 offload, recomputed": (
+        "tp2-dp2-full-sequence",
         "zero3_offload",
-        checkpointing="full",
     ),
-    LayoutCase("pp2 dp2", 1, 2, 2, "pipeline", accumulation=4),
-    LayoutCase("tp2 pp2", 2, 2, 1, "3d", accumulation=4),
-    LayoutCase("tp2 pp2 recomputed", 2, 2, 1, "3d", checkpointing="full"),
-    LayoutCase("tp4", 4, 1, 1, "zero1"),
-    LayoutCase("tp2 pp2 dp2", 2, 2, 2, "3d", accumulation=4),
-    LayoutCase("sequence tp2", 2, 1, 1, "zero0", sequence=True),
-    LayoutCase(
-        "sequence tp2 zero1, recomputed",
-        2,
-        1,
-        1,
-        "zero1",
-        checkpointing="full",
-        sequence=True,
-    ),
-    LayoutCase("sequence tp2 zero3", 2, 1, 1, "zero3", sequence=True),
-    LayoutCase("sequence tp4", 4, 1, 1, "zero1", sequence=True),
-    LayoutCase(
-        "sequence tp2 dp2 zero2", 2, 1, 2, "zero2", accumulation=4, sequence=True
-    ),
-    LayoutCase(
-        "sequence tp2 dp2 zero3 offload, recomputed",
-        2,
-        1,
-        2,
-        "zero3_offload",
-        checkpointing="full",
-        sequence=True,
-    ),
-    LayoutCase("sequence tp2 pp2", 2, 2, 1, "3d", accumulation=4, sequence=True),
-    LayoutCase(
-        "sequence tp2 pp2 dp2, selective",
-        2,
-        2,
-        2,
-        "3d",
-        checkpointing="selective",
-        sequence=True,
-    ),
-    LayoutCase("selective", 1, 1, 1, "zero1", checkpointing="selective"),
-    LayoutCase("selective tp2", 2, 1, 1, "zero0", checkpointing="selective"),
-    LayoutCase("selective dp2 zero3", 1, 1, 2, "zero3", checkpointing="selective"),
-    LayoutCase(
-        "selective pp2 accumulation 4",
-        1,
-        2,
-        1,
-        "pipeline",
-        accumulation=4,
-        checkpointing="selective",
-    ),
-    LayoutCase("pure bf16 dp2", 1, 1, 2, "pure_bf16", accumulation=4, states="bf16"),
-    LayoutCase("pure bf16 tp2", 2, 1, 1, "pure_bf16", states="bf16"),
-)
+    "sequence tp2 pp2": ("tp2-pp2-accumulation4-sequence", "3d"),
+    "sequence tp2 pp2 dp2, selective": ("tp2-pp2-dp2-selective-sequence", "3d"),
+    "selective": ("selective", "zero1"),
+    "selective tp2": ("tp2-selective", "zero0"),
+    "selective dp2 zero3": ("dp2-selective", "zero3"),
+    "selective pp2 accumulation 4": ("pp2-accumulation4-selective", "pipeline"),
+    "pure bf16 dp2": ("dp2-accumulation4", "pure_bf16"),
+    "pure bf16 tp2": ("tp2", "pure_bf16"),
+}
+
+
+def _case(name: str, words: str, ds_config: str) -> LayoutCase:
+    layout = layout_of(words)
+    recomputed = "selective" if layout["selective"] else "none"
+    if layout["full"]:
+        recomputed = "full" if layout["full"] == 1 else str(layout["full"])
+    return LayoutCase(
+        name,
+        layout["tp"],
+        layout["pp"],
+        layout["dp"],
+        ds_config,
+        None if layout["own"] else layout[ACCUMULATION],
+        recomputed,
+        bool(layout["sequence"]),
+        states="bf16" if ds_config == "pure_bf16" else "fp32",
+    )
+
+
+CASES = tuple(_case(name, *of) for name, of in _CASES.items())
 
 
 def case_plan(recipe: Recipe, case: LayoutCase, machine: Machine) -> Plan:

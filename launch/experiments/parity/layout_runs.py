@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from launch.console import terminal
 from launch.experiments.parity.layout_cases import REFERENCES, LayoutCase
-from launch.experiments.proving.layout import Layout, layout_of
 from launch.experiments.proving.proving import Proven, Reference
-from launch.experiments.proving.runs import launch
 from launch.experiments.proving.task import Task
-from launch.experiments.proving.verdict import Row, row_of
+from launch.experiments.proving.verdict import Row
 from recipes import catalog
 from recipes.problems import counted
 from recipes.schema import Recipe
@@ -52,33 +49,19 @@ class Layouts:
 
         Layouts of as many processes share a launch, which takes longer than a layout.
         """
-        for states in sorted({case.states for case in cases}, reverse=True):
-            self.reference(states)
-        for processes in sorted({case.processes for case in cases}):
-            chosen = [case for case in cases if case.processes == processes]
-            names = "; ".join(case.name for case in chosen)
+        groups = dict[tuple[int, str], list[LayoutCase]]()
+        for case in cases:
+            groups.setdefault((case.processes, case.states), []).append(case)
+        for processes, states in sorted(groups):
+            group = groups[processes, states]
+            reference = self.reference(states)
+            names = "; ".join(case.name for case in group)
             terminal.say(f"{counted(processes, 'process')}: {names}")
-            tasks = [self._compared(case) for case in chosen]
-            failures = launch(tasks, processes)
-            for case, task in zip(chosen, tasks, strict=True):
-                layout = Layout(case.name, layout_of(case.words).words)
-                reference = self.reference(case.states)
-                failure = failures.get(task.out)
-                if failure:
-                    yield Row(layout, failure=failure)
-                else:
-                    of = reference.found, reference.bounds, reference.shares
-                    yield row_of(layout, task, *of)
+            tasks = [reference.compared(self.task(case)) for case in group]
+            yield from reference.rows([case.layout for case in group], tasks)
+            for task in tasks:
                 if not keep:
                     shutil.rmtree(task.out)
-
-    def _compared(self, case: LayoutCase) -> Task:
-        reference = self.reference(case.states)
-        return replace(
-            self.task(case),
-            reference=reference.task.out,
-            bounds=reference.bounds.tensors,
-        )
 
     def task(self, case: LayoutCase) -> Task:
         """Return the training of a layout that is compared with none."""

@@ -64,7 +64,7 @@ class Reference:
             )
             perturbed.append(rounded)
         shares = dict[int, list[Task]]()
-        for number in sorted(numbers):
+        for number in sorted({2, *numbers} if numbers else ()):
             shares[number] = [
                 replace(
                     like,
@@ -95,6 +95,28 @@ class Reference:
             random = _of(other_seed).losses.get(1) != first
             self.shares = Shares(runs, random)
 
+    def compared(self, task: Task) -> Task:
+        """Return a task that is compared with this."""
+        return replace(
+            task,
+            initial=str(Path(self.task.out) / INITIAL),
+            reference=self.task.out,
+            bounds=self.bounds.tensors,
+        )
+
+    def rows(self, layouts: Sequence[Layout], tasks: Sequence[Task]) -> list[Row]:
+        """Train the tasks of layouts that have as many ranks, in one launch, and compare."""
+        failures = launch(tasks, layouts[0].ranks)
+        rows = []
+        for layout, task in zip(layouts, tasks, strict=True):
+            failure = failures.get(task.out)
+            if failure:
+                rows.append(Row(layout, failure=failure))
+            else:
+                of = self.found, self.bounds, self.shares
+                rows.append(row_of(layout, task, *of))
+        return rows
+
 
 @dataclass(frozen=True)
 class Proven:
@@ -113,55 +135,59 @@ class Proven:
 
 
 def prove(
-    task: Task, layouts: Sequence[str], resume: str = "", say: Say = terminal.say
+    task: Task,
+    layouts: Sequence[str],
+    resume: str = "",
+    together: bool = False,
+    say: Say = terminal.say,
 ) -> Proven:
     """Train in one process and under every layout. Raises ProblemsError.
 
     Args:
         task: of one process, with the number of steps, the accumulation of all layouts and a new directory.
         resume: layout of a resume after the first step, or `SAME`; "": none.
+        together: layouts of as many ranks share a launch.
     """
     chosen = [layout_of(name, task.accumulation) for name in layouts]
     say(f"one process: {counted(task.steps, 'step')}, again, and rounded otherwise")
-    out = Path(task.out)
-    single = replace(task, out=str(out / "one-process"), accumulation=1)
-    reference = Reference(single, {2, *(layout.shares for layout in chosen)})
-    rows = []
+    single = replace(task, out=f"{task.out}/one-process", accumulation=1)
+    reference = Reference(single, {layout.shares for layout in chosen})
+    groups = dict[object, list[Layout]]()
     for layout in chosen:
-        say(f"{layout.name}: {counted(layout.ranks, 'rank')}")
-        compared = replace(
-            task,
-            layout=layout.name,
-            out=str(out / layout.name),
-            initial=str(Path(single.out) / INITIAL),
-            reference=single.out,
-            bounds=reference.bounds.tensors,
-        )
-        rows.append(_row(reference, layout, compared, resume))
+        launched = layout.ranks if together else layout.name
+        groups.setdefault(launched, []).append(layout)
+    rows = []
+    for group in groups.values():
+        names = "; ".join(layout.name for layout in group)
+        say(f"{names}: {counted(group[0].ranks, 'rank')}")
+        rows += _rows(reference, group, task, resume)
     return Proven(reference, rows)
 
 
-def _row(reference: Reference, layout: Layout, task: Task, resume: str) -> Row:
-    """Train under one layout, and compare."""
-    failure = ""
-    if resume:
-        saved = f"{task.out}-saved"
-        first = replace(task, out=f"{task.out}-first", steps=1, checkpoint=saved)
-        failure = _trained(first, layout)
-        if resume != SAME:
-            layout = layout_of(resume, task.accumulation)
-        task = replace(
-            task, layout=layout.name, done=1, steps=task.steps - 1, resumed=saved
-        )
-    failure = failure or _trained(task, layout)
-    if failure:
-        return Row(layout, failure=failure)
-    return row_of(layout, task, reference.found, reference.bounds, reference.shares)
-
-
-def _trained(task: Task, layout: Layout) -> str:
-    """Train one task; return the failure, or "" if there is none."""
-    return launch([task], layout.ranks).get(task.out, "")
+def _rows(
+    reference: Reference, layouts: Sequence[Layout], task: Task, resume: str
+) -> list[Row]:
+    """Train under layouts of as many ranks, and compare."""
+    tasks = []
+    for layout in layouts:
+        under = replace(task, layout=layout.name, out=f"{task.out}/{layout.name}")
+        tasks.append(reference.compared(under))
+    if not resume:
+        return reference.rows(layouts, tasks)
+    first = []
+    second = []
+    for layout, of in zip(layouts, tasks, strict=True):
+        again = layout.name if resume == SAME else resume
+        saved = f"{of.out}-saved"
+        first.append(replace(of, out=f"{of.out}-first", steps=1, checkpoint=saved))
+        steps = of.steps - 1
+        second.append(replace(of, layout=again, done=1, steps=steps, resumed=saved))
+    saving = reference.rows(layouts, first)
+    if any(row.failure for row in saving):
+        return saving
+    return reference.rows(
+        [layout_of(of.layout, task.accumulation) for of in second], second
+    )
 
 
 def _clipped(task: Task) -> float:

@@ -18,7 +18,7 @@ from pathlib import Path
 from launch.experiments.proving.layout import Layout, layout_of
 from launch.experiments.proving.proving import Reference
 from launch.experiments.proving.runs import launch
-from launch.experiments.proving.task import INITIAL, Task
+from launch.experiments.proving.task import Task
 from launch.experiments.proving.text import of_first
 from launch.experiments.proving.verdict import Row, row_of
 
@@ -255,15 +255,8 @@ def prove_all(cases: Iterable[Case], out: Path) -> dict[str, Row]:
     tasks = {}
     for case in cases:
         reference = references[case.loop, case.words]
-        task = replace(
-            reference.task,
-            adapter=str(case.file),
-            layout=case.layout.name,
-            out=str(out / case.name),
-            initial=str(Path(reference.task.out) / INITIAL),
-            reference=reference.task.out,
-            bounds=reference.bounds.tensors,
-        )
+        under = {"adapter": str(case.file), "layout": case.layout.name, "out": str(out / case.name)}
+        task = reference.compared(replace(reference.task, **under))
         tasks[case.name] = [task]
         if case.resumed:
             saved = f"{task.out}/checkpoint"
