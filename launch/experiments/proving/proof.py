@@ -262,7 +262,9 @@ class Proof:
         along = (own * expected).sum() / norm**2
         sizes = (own - expected, own - along * expected, expected)
         apart, across, of_expected = (float(each.norm()) for each in sizes)
-        largest = float((own - expected).abs().max())
+        largest = 0.0
+        if apart:
+            largest = float((own - expected).abs().max())
         fact = Fact(step, kind, name, apart, across, of_expected, largest)
         self._found.facts.append(fact)
         bounds = self._task.bounds
