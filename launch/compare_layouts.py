@@ -209,6 +209,13 @@ def chosen_recipe(args: argparse.Namespace) -> Recipe:
     recipe = catalog.load(
         args.recipe, [*FORCED, *args.set], tiny=args.tiny, steps=steps
     )
+    if recipe.precision == "auto":
+        raise ProblemsError.of(
+            "precision",
+            Setting("precision", "auto"),
+            "the rounding that layouts are held to is that of a precision",
+            "name one: fp32, bf16 or fp16",
+        )
     if args.compile and recipe.model.implementation == "transformers":
         came = Setting("model.implementation", "transformers"), " with --compile"
         raise ProblemsError.of(

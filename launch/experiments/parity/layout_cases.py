@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from ds_configs.findings import ConfigError
 from ds_configs.plan import Machine, Plan
@@ -46,7 +47,7 @@ class LayoutCase:
     sequence: bool = False  # sequence parallelism over the tensor ranks
     compiled_from: str | None = None  # name of the eager case, if layers are compiled
     # precision of weights and states, and of the one process that it is compared with
-    states: str = "fp32"
+    states: Literal["fp32", "bf16"] = "fp32"
 
     @property
     def processes(self) -> int:

@@ -65,13 +65,16 @@ class Layouts:
 
     def task(self, case: LayoutCase) -> Task:
         """Return the training of a layout that is compared with none."""
+        precision = self._recipe.precision
+        if case.states != "fp32":
+            precision = case.states
         given = {"recipe": str(self._file.absolute()), "case": vars(case)}
         return Task(
             str(ADAPTER),
             case.words,
             str(self.out / case.folder),
             self._recipe.steps,
-            precision=case.states,
+            precision=precision,
             timeout=TIMEOUT,
             given=json.dumps(given),
             ends=True,

@@ -22,7 +22,7 @@ from launch.experiments.proving.pieces import Pieces
 from launch.experiments.proving.task import Fact, Found, Task, found_by, key, read_found
 
 # relative rounding of a number
-ROUNDING = {"fp32": 2.0**-23, "bf16": 2.0**-8}
+ROUNDING = {"fp32": 2.0**-23, "fp16": 2.0**-11, "bf16": 2.0**-8}
 PERTURBED = 3  # runs of the reference from weights that are rounded otherwise
 TIMES = 10.0  # as much as the largest difference of these runs is rounding
 NOTHING = 1e-6  # of the gradients' norm
