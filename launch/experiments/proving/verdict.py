@@ -27,7 +27,9 @@ PERTURBED = 3  # runs of the reference from weights that are rounded otherwise
 TIMES = 10.0  # as much as the largest difference of these runs is rounding
 NOTHING = 1e-6  # of the gradients' norm
 LEAST = 10.0  # roundings of a tensor's norm, or of the loss, that always are
-FIGURES = ("losses", "validations", "norms")  # of `Found`
+LOSSES = ("losses", "validations")  # in nats
+FIGURES = (*LOSSES, "norms")  # which some programs do not tell
+SQUARE = "exp_avg_sq"  # Adam's moment of squares of gradients
 ORDER = {"gradient": 0, "weight": 2}  # of kinds in a step; moments come between them
 
 
@@ -103,11 +105,20 @@ def bounds_of(reference: Found, perturbed: Iterable[Found], precision: str) -> B
     figures = {}
     for name in FIGURES:
         figures[name] = dict.fromkeys(getattr(reference, name), least)
+    expected = defaultdict[str, float](float)
     for run in perturbed:
         for fact in run.facts:
             of = key(fact.step, fact.kind, fact.name)
+            expected[of] = fact.expected
             rounding = TIMES * fact.difference + least * fact.expected
             tensors[of] = max(tensors[of], rounding)
+            if fact.kind == SQUARE:
+                # its relative difference is twice that of the gradient, of which these few runs are a sample
+                gradient = key(fact.step, "gradient", fact.name)
+                relative = tensors[gradient] / max(expected[gradient], 1e-30)
+                tensors[of] = max(
+                    tensors[of], relative * (2 + relative) * fact.expected
+                )
         for name, bounds in figures.items():
             for step, apart in _ratios(getattr(run, name), reference, name).items():
                 bounds[step] = max(bounds[step], TIMES * abs(apart))
@@ -138,17 +149,17 @@ def row_of(
     """Compare a layout's training with the reference."""
     found = [read_found(found_by(task.out, rank)) for rank in range(layout.ranks)]
     figures = {name: mean(found, name) for name in FIGURES}
-    losses = figures["losses"]
-    for step in reference.losses:
-        if step > task.done:
-            losses.setdefault(step, np.nan)
+    for name in LOSSES:
+        for step in getattr(reference, name):
+            if step > task.done:
+                figures[name].setdefault(step, np.nan)
     ratios = {name: _ratios(figures[name], reference, name) for name in FIGURES}
     wrong = dict[str, list[int]]()
     for name, own in ratios.items():
         most = bounds.figures[name]
         wrong[name] = [step for step in own if not abs(own[step]) <= most[step]]
     apart = list[float]()
-    for name in ("losses", "validations"):
+    for name in LOSSES:
         of = getattr(reference, name)
         apart += [ratio * of[step] for step, ratio in ratios[name].items()]
     facts = list[Fact]()
@@ -172,7 +183,7 @@ def row_of(
     return Row(
         layout,
         task.precision,
-        losses,
+        figures["losses"],
         loss=_largest(apart),
         norm=_largest(ratios["norms"].values()),
         gradient=_apart(facts, task.done + 1),
