@@ -179,16 +179,17 @@ class Proof:
         self.stack.close()
         if self._reading:
             self._found.unread.extend(self._reading.unread)
-        if self._beyond:
-            save_file(self._beyond, self._out / f"rank-{self.rank}.safetensors")
+        self._found.unasked.extend(self.layout.words.keys() - self.layout.asked)
+        save_file(self._beyond, self._out / f"rank-{self.rank}.safetensors")
         write_found(found_by(self._out, self.rank), self._found)
 
     def _cut(self, of: Tensor, like: Tensor) -> Tensor:
-        sizes = enumerate(zip(of.shape, like.shape, strict=False))
-        cut = [dim for dim, (there, here) in sizes if there != here]
-        if len(cut) != 1 or of.shape[cut[0]] != like.shape[cut[0]] * self.layout["tp"]:
-            return of
-        return of.chunk(self.layout["tp"], cut[0])[self.rank % self.layout["tp"]]
+        tp = self.layout["tp"]
+        for dim in range(of.dim()):
+            parts = of.chunk(tp, dim)
+            if len(parts) == tp and parts[-1].shape == like.shape:
+                return parts[self.rank % tp]
+        return of
 
     def _tensors(self, model: nn.Module) -> dict[str, Tensor]:
         """Return parameters and buffers of a model by their names in one process."""

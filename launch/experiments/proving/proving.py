@@ -143,6 +143,8 @@ def _row(reference: Reference, layout: Layout, task: Task, resume: str) -> Row:
         saved = f"{task.out}-saved"
         first = replace(task, out=f"{task.out}-first", steps=1, checkpoint=saved)
         failure = launch([first], layout.ranks)
+        if not failure and not any(Path(saved).glob("*")):
+            failure = "nothing was saved to proof.checkpoint, which there is to resume"
         if resume != SAME:
             layout = layout_of(resume, task.accumulation)
         task = replace(

@@ -86,6 +86,8 @@ def _about(row: Row) -> list[str]:
         lines.append(
             f"\n{name}: not in one process, so not compared: {_few(row.notes)}"
         )
+    if row.unasked:
+        lines.append(f"\n{name}: the adapter never asked for {_few(row.unasked)}")
     if row.unread:
         lines.append(
             f"\n{name}: not compared, as the optimizer does not show it: {_few(row.unread)}"

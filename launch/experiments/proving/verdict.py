@@ -78,6 +78,7 @@ class Row:
     norm_agrees: bool = False
     lost: Sequence[str] = ()
     unread: Sequence[str] = ()
+    unasked: Sequence[str] = ()
     failure: str = ""
     notes: Sequence[str] = ()
 
@@ -157,6 +158,7 @@ def row_of(
         norm_agrees=all(abs(ratios[step]) <= bounds.norms[step] for step in ratios),
         lost=sorted(lost),
         unread=sorted(unread),
+        unasked=found[0].unasked,
         failure="\n".join(sorted(misfits)),
         notes=sorted(unknown),
     )
