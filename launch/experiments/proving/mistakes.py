@@ -162,9 +162,9 @@ def _fit(of: Tensor, parts: Sequence[Tensor]) -> tuple[list[float], float]:
 
 
 def _degrees(factor: float, layout: Layout) -> list[str]:
-    sizes = {name: layout[name] for name in (*DEGREES, ACCUMULATION)}
     equal = []
-    for name, size in sizes.items():
+    for name in (*DEGREES, ACCUMULATION):
+        size = layout[name]
         ratios = (factor * size, factor / size)
         if size > 1 and min(abs(each - 1) for each in ratios) < CLOSE:
             equal.append(name)

@@ -36,7 +36,7 @@ Batch = dict[str, Tensor]
 Shard = Callable[[str, Tensor], Tensor]  # (name, whole tensor) -> this rank's part
 # of modules that wrap others: DDP and DeepSpeed's engine, torch.compile, torch's recomputation
 WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-MOST_KEPT = 64  # tensors beyond their bounds, of one step
+MOST_KEPT = 128  # tensors beyond their bounds, each with the numbers of its elements
 
 
 class Proof:
@@ -88,11 +88,10 @@ class Proof:
         self._named = names or self._named
         own = self._tensors(model)
         if not self._task.initial:
-            if self.rank == 0:
-                save_file(
-                    {name: whole(each).clone() for name, each in own.items()},
-                    self._out / INITIAL,
-                )
+            save_file(
+                {name: whole(each).clone() for name, each in own.items()},
+                self._out / INITIAL,
+            )
             return
         given = load_file(self._task.initial)
         generator = torch.Generator().manual_seed(self._task.noise)
@@ -116,7 +115,6 @@ class Proof:
         )
         self._norm = getattr(model, "get_global_grad_norm", lambda: None)
         moments = self._reading.moments() if self.resumed else {}
-        self._reading.keep(moments)
         self._compare({**moments, "weight": self._reading.weights()})
 
     def batches(self) -> Iterator[Batch]:
@@ -208,11 +206,10 @@ class Proof:
             for name, tensor in tensors.items()
         }
         if not self._task.reference:
-            if self.rank == 0:
-                save_file(
-                    {name: each.clone() for name, each in flat.items()},
-                    tensors_of(self._out, step),
-                )
+            save_file(
+                {name: each.clone() for name, each in flat.items()},
+                tensors_of(self._out, step),
+            )
             return
         with safe_open(tensors_of(self._task.reference, step), "pt") as reference:
             names = set(reference.keys())
@@ -226,7 +223,7 @@ class Proof:
     def _note(
         self, step: int, kind: str, name: str, tensor: Tensor, of: Tensor
     ) -> None:
-        """Note how a tensor compares; keep it if rounding does not explain that, in the first such step."""
+        """Note how a tensor compares; keep it if rounding does not explain that."""
         try:
             expected = self.part(name, of, tensor).double()
         except ValueError as why:
@@ -240,14 +237,12 @@ class Proof:
         fact = Fact(step, kind, name, apart, across, of_expected)
         self._found.facts.append(fact)
         bounds = self._task.bounds
-        kept = next(iter(self._beyond), f"{step}/").split("/")[0] == str(step)
         beyond = not apart <= bounds.get(key(step, kind, name), float("inf"))
-        if beyond and kept and len(self._beyond) < MOST_KEPT:
+        if beyond and len(self._beyond) < MOST_KEPT:
+            numbers = torch.arange(of.numel()).view(of.shape)
+            elements = self.part(name, numbers, tensor).contiguous()
             self._beyond[key(step, kind, name)] = tensor.clone()
-            if tensor.shape != of.shape:
-                numbers = torch.arange(of.numel()).view(of.shape)
-                elements = self.part(name, numbers, tensor).contiguous()
-                self._beyond[f"{key(step, kind, name)}/elements"] = elements
+            self._beyond[f"{key(step, kind, name)}/elements"] = elements
 
     def _wait(self) -> None:
         """Have this process say where it is, and end, if the next step takes too long."""

@@ -29,10 +29,14 @@ class Found:
 
     def pieces(self, kind: str, step: int, own: dict[int, torch.Tensor], cut: bool = False) -> Pieces:
         """Return the tensor as ranks have it; `cut`: each has half of its elements. Two ranks."""
-        for rank, tensor in own.items():
-            stored = {key(step, kind, NAME): tensor}
-            if cut:
-                stored[f"{key(step, kind, NAME)}/elements"] = torch.arange(12).chunk(2)[rank].contiguous()
+        for rank in range(2):
+            stored = {}
+            if rank in own:
+                numbers = torch.arange(12).chunk(2)[rank] if cut else torch.arange(12)
+                stored = {
+                    key(step, kind, NAME): own[rank],
+                    f"{key(step, kind, NAME)}/elements": numbers.clone(),
+                }
             save_file(stored, self.folder / f"rank-{rank}.safetensors")
         return Pieces(self.folder, self.folder / "reference", step, kind, NAME, [0, 1])
 
