@@ -22,9 +22,7 @@ def train(proof):
         )
     if proof.layout["fsdp"]:
         plugins["fsdp_plugin"] = FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+            fsdp_version=2, auto_wrap_policy="transformer_based_wrap"
         )
     # of itself accelerate takes a machine without GPUs for one process, and FSDP for a GPU's
     state = PartialState(cpu=not torch.cuda.is_available())

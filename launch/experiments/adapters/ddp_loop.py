@@ -3,8 +3,6 @@
 python launch/prove.py launch/experiments/adapters/ddp_loop.py --layouts dp2 dp4 dp2-accumulation2
 """
 
-import contextlib
-
 import torch
 from tiny_model import batch, llama
 from torch.nn.parallel import DistributedDataParallel
@@ -27,11 +25,10 @@ def train(proof):
         losses = []
         micro_batches = proof.micro_batches(rows, proof.rank)
         for number, micro in enumerate(micro_batches, 1):
-            last = number == len(micro_batches)
-            with contextlib.nullcontext() if last else ddp.no_sync():
-                with half:
-                    loss = ddp(**micro).loss / len(micro_batches)
-                loss.backward()
+            ddp.require_backward_grad_sync = number == len(micro_batches)
+            with half:
+                loss = ddp(**micro).loss / len(micro_batches)
+            loss.backward()
             losses.append(loss.item())
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
