@@ -103,7 +103,7 @@ def of_gradient(
 
 def of_update(pieces: Pieces, initial: bool) -> Mistake:
     """Tell the kind of a weight or moment that differs though its gradient does not."""
-    if initial:
+    if initial and pieces.name.startswith("weight"):
         return Mistake("initial", ranks=[*pieces.own])
     drifted = of_replicas(pieces)
     if pieces.before is None or (drifted and drifted.kind == "not summed"):

@@ -46,13 +46,13 @@ class Pieces:
         self.equal = list[int]()
         for rank in ranks:
             file = out / f"rank-{rank}.safetensors"
-            own = read(file, key(step, kind, name))
+            place = key(step, kind, name)
+            own = read(file, place)
             if not len(own):
                 self.equal.append(rank)
                 continue
             self.own[rank] = own
-            elements = read(file, f"{key(step, kind, name)}/elements")
-            self.elements[rank] = elements.long()
+            self.elements[rank] = read(file, f"{place}/elements").long()
 
     @property
     def assembled(self) -> Tensor:

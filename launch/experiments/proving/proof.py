@@ -89,8 +89,7 @@ class Proof:
         own = self._tensors(model)
         if not self._task.initial:
             save_file(
-                {name: whole(each).clone() for name, each in own.items()},
-                self._out / INITIAL,
+                {name: whole(each) for name, each in own.items()}, self._out / INITIAL
             )
             return
         given = load_file(self._task.initial)
@@ -102,11 +101,10 @@ class Proof:
                     "say its name there with names="
                 )
             part = self.part(name, given[name], tensor)
-            if tensor.is_floating_point() and self._task.rounding:
+            if tensor.is_floating_point():
                 sign = torch.rand(part.shape, generator=generator).to(part) * 2 - 1
                 part = part * (1 + self._task.rounding * sign)
-            with torch.no_grad():
-                tensor.copy_(part)
+            tensor.detach().copy_(part)
 
     def watch(self, model: nn.Module, optimizer: Any = None) -> None:
         """Say what is trained: the wrapped model, or DeepSpeed's engine. `optimizer`: of any other."""
@@ -201,15 +199,12 @@ class Proof:
     def _compare(self, read: Mapping[str, Mapping[str, Tensor]]) -> None:
         step = self._done
         flat = {
-            f"{kind}/{name}": tensor.detach().to("cpu").contiguous()
+            f"{kind}/{name}": tensor.to("cpu").contiguous()
             for kind, tensors in read.items()
             for name, tensor in tensors.items()
         }
         if not self._task.reference:
-            save_file(
-                {name: each.clone() for name, each in flat.items()},
-                tensors_of(self._out, step),
-            )
+            save_file(flat, tensors_of(self._out, step))
             return
         with safe_open(tensors_of(self._task.reference, step), "pt") as reference:
             names = set(reference.keys())
@@ -241,7 +236,7 @@ class Proof:
         if beyond and len(self._beyond) < MOST_KEPT:
             numbers = torch.arange(of.numel()).view(of.shape)
             elements = self.part(name, numbers, tensor).contiguous()
-            self._beyond[key(step, kind, name)] = tensor.clone()
+            self._beyond[key(step, kind, name)] = tensor
             self._beyond[f"{key(step, kind, name)}/elements"] = elements
 
     def _wait(self) -> None:

@@ -35,9 +35,7 @@ class Reading:
 
     def weights(self) -> Tensors:
         """Return the weights, and the buffers that have numbers."""
-        return {
-            name: whole(self._own(each)).clone() for name, each in self._tensors.items()
-        }
+        return {name: whole(self._own(each)) for name, each in self._tensors.items()}
 
     def after_step(self) -> dict[str, Tensors]:
         """Return gradients, moments, weights by kind.
@@ -73,7 +71,7 @@ class Reading:
         for name, parameter in self._tensors.items():
             tensor = self._own(parameter, moment)
             if tensor is not None:
-                yield name, whole(tensor).clone()
+                yield name, whole(tensor)
             elif parameter.requires_grad:
                 self.unread.add(f"{moment} of {name}")
 
@@ -103,10 +101,10 @@ def _copies(wrapper: Any) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return a DTensor's numbers from all ranks, and any other tensor as it is."""
+    """Return a copy of a tensor, of a DTensor with the numbers of all ranks."""
     if hasattr(tensor, "full_tensor"):
         tensor = tensor.full_tensor()
-    return tensor.detach()
+    return tensor.detach().clone()
 
 
 # what a first moment keeps of itself, and takes of a step's gradient
