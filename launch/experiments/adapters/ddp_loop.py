@@ -15,10 +15,7 @@ def train(proof):
     model = llama(tie_word_embeddings=True)
     proof.load(model)
     ddp = DistributedDataParallel(model)
-    decayed = [each for each in model.parameters() if each.dim() > 1]
-    others = [each for each in model.parameters() if each.dim() == 1]
-    groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
     proof.watch(ddp, optimizer)
     half = torch.autocast("cpu", torch.bfloat16, enabled=proof.precision == "bf16")
     for rows in proof.batches():

@@ -64,7 +64,7 @@ class Release:
         return ran.stdout + ran.stderr
 
 
-ACCUMULATED_IN_FP32 = ('"zero_allow', '"data_types": {"grad_accum_dtype": "fp32"},\n        "zero_allow')
+ACCUMULATED_IN_FP32 = ('"bf16": {', '"data_types": {"grad_accum_dtype": "fp32"},\n        "bf16": {')
 TWICE = """        hidden = self.layers(hidden, mask.to(hidden.dtype), is_causal=True)
         return self.head(hidden)
 """
