@@ -64,6 +64,7 @@ class Proof:
         self._done = task.done
         self._found = Found()
         self._beyond = dict[str, Tensor]()
+        self._faint = dict[str, Tensor]()
         self._shard: Shard | None = None
         self._named: Callable[[str], object] = str
         self._reading: Reading | None = None
@@ -225,15 +226,21 @@ class Proof:
             self._found.misfits[name] = str(why)
             return
         own = tensor.double()
+        bound = self._task.bounds.get(key(step, kind, name), float("inf"))
+        if kind == "exp_avg" and self._task.bounds:
+            # where this is nothing but rounding, Adam's step has its sign of that
+            size = expected.abs()
+            faint = (size > 0) & (size < bound / of.numel() ** 0.5)
+            self._faint[name] = faint | self._faint.get(name, False)
+        elif kind == "weight" and name in self._faint:
+            own = own.where(~self._faint[name], expected)
         norm = expected.norm().clamp_min(1e-30)
         along = (own * expected).sum() / norm**2
         sizes = (own - expected, own - along * expected, expected)
         apart, across, of_expected = (float(each.norm()) for each in sizes)
         fact = Fact(step, kind, name, apart, across, of_expected)
         self._found.facts.append(fact)
-        bounds = self._task.bounds
-        beyond = not apart <= bounds.get(key(step, kind, name), float("inf"))
-        if beyond and len(self._beyond) < MOST_KEPT:
+        if not apart <= bound and len(self._beyond) < MOST_KEPT:
             numbers = torch.arange(of.numel()).view(of.shape)
             elements = self.part(name, numbers, tensor).contiguous()
             self._beyond[key(step, kind, name)] = tensor
