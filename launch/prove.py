@@ -6,6 +6,7 @@ python launch/prove.py launch/experiments/adapters/deepspeed_loop.py --layouts d
 from __future__ import annotations
 
 import argparse
+import ast
 import tempfile
 from pathlib import Path
 
@@ -44,13 +45,7 @@ def main() -> int:
     args = build_parser().parse_args()
     terminal.quiet_libraries()
     adapter = path_of(args.adapter, "ADAPTER")
-    if not adapter.is_file():
-        raise ProblemsError.of(
-            "ADAPTER",
-            str(args.adapter),
-            "an adapter is a Python file with train() and batch()",
-            "name one, as those of launch/experiments/adapters",
-        )
+    check_adapter(adapter)
     # refused before anything is trained
     for name in (*args.layouts, args.resume or SAME):
         layout_of(name)
@@ -92,6 +87,26 @@ def main() -> int:
             print(f"\n{name}\n{proven.told(terminal.columns())}".rstrip())
             agree.append(proven.agrees)
     return 0 if all(agree) else 1
+
+
+def check_adapter(adapter: Path) -> None:
+    """Refuse what is no adapter, without running it. Raises ProblemsError."""
+    came = ""
+    defined = set[str]()
+    try:
+        for node in ast.parse(adapter.read_bytes(), str(adapter)).body:
+            names = getattr(node, "names", [node])
+            defined |= {getattr(each, "name", "") for each in names}
+    except (OSError, SyntaxError, ValueError) as error:
+        came = f"{adapter}: {error}"
+    lacking = [f"{name}()" for name in ("train", "batch") if name not in defined]
+    if came or lacking:
+        raise ProblemsError.of(
+            "ADAPTER",
+            came or f"{adapter} has no {' and no '.join(lacking)}",
+            "an adapter is a Python file with train() and batch()",
+            "name one, as those of launch/experiments/adapters",
+        )
 
 
 def build_parser() -> argparse.ArgumentParser:

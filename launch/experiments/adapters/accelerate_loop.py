@@ -6,7 +6,7 @@ python launch/prove.py launch/experiments/adapters/accelerate_loop.py \\
 
 import torch
 from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin
-from accelerate.state import DistributedType, PartialState
+from accelerate.state import AcceleratorState, DistributedType, PartialState
 from tiny_model import batch, llama
 
 __all__ = ["batch", "train"]
@@ -22,10 +22,9 @@ def train(proof):
         )
     if proof.layout["fsdp"]:
         plugins["fsdp_plugin"] = FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+            fsdp_version=2, auto_wrap_policy="transformer_based_wrap"
         )
+    AcceleratorState._reset_state(True)  # of the training before, in this process
     # of itself accelerate takes a machine without GPUs for one process, and FSDP for a GPU's
     state = PartialState(cpu=not torch.cuda.is_available())
     if proof.layout["fsdp"]:

@@ -3,8 +3,6 @@
 python launch/prove.py launch/experiments/adapters/ddp_loop.py --layouts dp2 dp4 dp2-accumulation2
 """
 
-import contextlib
-
 import torch
 from tiny_model import batch, llama
 from torch.nn.parallel import DistributedDataParallel
@@ -17,21 +15,17 @@ def train(proof):
     model = llama(tie_word_embeddings=True)
     proof.load(model)
     ddp = DistributedDataParallel(model)
-    decayed = [each for each in model.parameters() if each.dim() > 1]
-    others = [each for each in model.parameters() if each.dim() == 1]
-    groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
     proof.watch(ddp, optimizer)
     half = torch.autocast("cpu", torch.bfloat16, enabled=proof.precision == "bf16")
     for rows in proof.batches():
         losses = []
         micro_batches = proof.micro_batches(rows, proof.rank)
         for number, micro in enumerate(micro_batches, 1):
-            last = number == len(micro_batches)
-            with contextlib.nullcontext() if last else ddp.no_sync():
-                with half:
-                    loss = ddp(**micro).loss / len(micro_batches)
-                loss.backward()
+            ddp.require_backward_grad_sync = number == len(micro_batches)
+            with half:
+                loss = ddp(**micro).loss / len(micro_batches)
+            loss.backward()
             losses.append(loss.item())
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

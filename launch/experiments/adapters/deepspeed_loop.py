@@ -51,7 +51,6 @@ def train(proof):
             "params": {"lr": 1e-3, "weight_decay": 0.1, "torch_adam": True},
         },
         "bf16": {"enabled": proof.precision == "bf16"},
-        "zero_allow_untested_optimizer": True,
     }
     model = Model()
     proof.load(model)

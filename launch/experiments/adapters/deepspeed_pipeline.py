@@ -17,7 +17,7 @@ class Layer(nn.TransformerEncoderLayer):
 
     def forward(self, hidden):
         mask = nn.Transformer.generate_square_subsequent_mask(LENGTH)
-        return super().forward(hidden, mask.to(hidden.dtype), is_causal=True)
+        return super().forward(hidden, mask.to(hidden), is_causal=True)
 
 
 def loss_of(logits, tokens):

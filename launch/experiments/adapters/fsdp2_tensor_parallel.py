@@ -7,7 +7,7 @@ python launch/prove.py launch/experiments/adapters/fsdp2_tensor_parallel.py \\
 import torch
 from tiny_model import LENGTH, batch, llama
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -30,8 +30,7 @@ def plan(sequence):
         ),
         "model.layers.*.self_attn.[qkv]_proj": into,
         "model.layers.*.self_attn.o_proj": out,
-        "model.layers.*.mlp.gate_proj": into,
-        "model.layers.*.mlp.up_proj": into,
+        "model.layers.*.mlp.[gu]*_proj": into,
         "model.layers.*.mlp.down_proj": out,
         "lm_head": ColwiseParallel(input_layouts=stream, output_layouts=Replicate()),
     }
@@ -49,8 +48,9 @@ def train(proof):
     proof.load(model)
     if tp > 1:
         parallelize_module(model, mesh["tp"], plan(proof.layout["sequence"]))
+    half = torch.bfloat16 if proof.precision == "bf16" else None
     for layer in (*model.model.layers, model):
-        fully_shard(layer, mesh=mesh["dp"])
+        fully_shard(layer, mesh=mesh["dp"], mp_policy=MixedPrecisionPolicy(half))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
     proof.watch(model, optimizer)
     places = torch.arange(LENGTH)[None]

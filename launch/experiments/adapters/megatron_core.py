@@ -20,6 +20,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from tiny_model import LENGTH, VOCABULARY, WIDTH, batch
 from torch.overrides import TorchFunctionMode
@@ -37,7 +38,10 @@ class OnCpu(TorchFunctionMode):
         kwargs = {**(kwargs or {})}
         if kwargs.get("device") == "cuda":
             kwargs["device"] = "cpu"
-        return func(*args, **kwargs)
+        made = func(*args, **kwargs)
+        if func is torch.Tensor.type and isinstance(made, str):
+            return made.replace("torch.", "torch.cuda.")
+        return made
 
 
 class Norm(torch.nn.LayerNorm):
@@ -70,6 +74,8 @@ def train(proof):
 
 def train_on_cpu(proof):
     layout = proof.layout
+    bf16 = proof.precision == "bf16"
+    dtype = torch.bfloat16 if bf16 else torch.float32
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(layout["tp"], layout["pp"])
     tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True)
@@ -82,7 +88,9 @@ def train_on_cpu(proof):
         tensor_model_parallel_size=layout["tp"],
         pipeline_model_parallel_size=layout["pp"],
         sequence_parallel=bool(layout["sequence"]),
-        pipeline_dtype=torch.float32,
+        bf16=bf16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
         use_cpu_initialization=True,
         finalize_model_grads_func=finalize_model_grads,
     )
@@ -109,10 +117,13 @@ def train_on_cpu(proof):
         return own.replace("output_layer", "embedding.word_embeddings")
 
     proof.load(model, names=name)
-    ddp = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
+    if bf16:
+        model = Float16Module(config, model)
+    sums = DistributedDataParallelConfig(grad_reduce_in_fp32=bf16)
+    ddp = DistributedDataParallel(config, sums, model)
     optimizer = get_megatron_optimizer(
         # it clips on GPUs alone
-        OptimizerConfig(lr=1e-3, weight_decay=0.1, clip_grad=0.0),
+        OptimizerConfig(lr=1e-3, weight_decay=0.1, clip_grad=0.0, bf16=bf16),
         [ddp],
     )
     proof.watch(ddp, optimizer.chained_optimizers[0])

@@ -1,11 +1,12 @@
 """transformers' Trainer, proven: a callback hands over what is trained, and each step.
 
 python launch/prove.py launch/experiments/adapters/trainer.py \\
-    --layouts dp2 dp2-zero1 dp2-zero3 dp2-accumulation2
+    --layouts dp2 dp2-zero1 dp2-zero3 dp2-fsdp dp2-accumulation2
 """
 
 import tempfile
 
+from accelerate.state import DistributedType
 from tiny_model import batch, deepspeed_json, llama
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -46,10 +47,13 @@ def train(proof):
         lr_scheduler_type="constant",
         bf16=proof.precision == "bf16",
         deepspeed=config if "zero" in proof.layout.words else None,
+        fsdp=bool(proof.layout["fsdp"]),
         logging_steps=1,
         save_strategy="no",
         report_to=[],
     )
+    if proof.layout["fsdp"]:  # of itself accelerate takes it for a GPU's
+        arguments.distributed_state.distributed_type = DistributedType.MULTI_GPU
     model = llama()
     proof.load(model)
     Trainer(model, arguments, train_dataset=dataset, callbacks=[Steps(proof)]).train()

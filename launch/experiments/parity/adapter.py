@@ -53,7 +53,8 @@ class OwnReading(Reading):
         return self._read((WEIGHT,))[WEIGHT]
 
     def moments(self) -> dict[str, Tensors]:
-        return self._read(MOMENTS)
+        self._moments = self._read(MOMENTS)
+        return self._moments
 
     def shares(self, moment: str, name: str) -> tuple[float, float]:
         optimizer = self._run.recipe.optimizer
@@ -124,6 +125,7 @@ class Comparison:
 def train(proof: Proof) -> None:
     """Train a recipe under a layout."""
     given = json.loads(proof.given)
+    proof.layout.asked.update(proof.layout.words)  # the case says it all
     recipe = catalog.load_resolved(Path(given["recipe"]))
     run = RunDirectory(proof.out / RUN)
     run_case(recipe, LayoutCase(**given["case"]), proof)

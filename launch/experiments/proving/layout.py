@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from recipes.problems import ProblemsError
 
@@ -25,12 +25,17 @@ class Layout:
     """The words of a layout's name with their numbers; a word without one has 1.
 
     A degree or an accumulation that is not named is 1, any other word 0.
+
+    Attributes:
+        asked: words that were asked for.
     """
 
     name: str
     words: Mapping[str, int]
+    asked: set[str] = field(default_factory=set)
 
     def __getitem__(self, word: str) -> int:
+        self.asked.add(word)
         return self.words.get(word, int(word in DEGREES or word == ACCUMULATION))
 
     @property
@@ -45,7 +50,7 @@ class Layout:
 
 def layout_of(name: str, accumulation: int = 1) -> Layout:
     """Read a layout's name. Raises ProblemsError. `accumulation`: where the name has none."""
-    words = {ACCUMULATION: accumulation}
+    words = {ACCUMULATION: accumulation} if accumulation > 1 else {}
     for word in name.split("-"):
         parts = WORD.fullmatch(word)
         number = int(parts[2] or 1) if parts else 0

@@ -82,9 +82,13 @@ def of_gradient(
     own = pieces.assembled
     (factor,), apart = _fit(own, [pieces.whole])
     if apart < EXPLAINED:
-        norm = 1 + figures.norms.get(pieces.step, -1.0)
-        kind = "norm" if abs(factor * norm - 1) < CLOSE else "factor"
-        return Mistake(kind, factor, _degrees(factor, layout))
+        # that of the norm is the one before clipping
+        norm = 1 + figures.norms.get(pieces.step, 0.0)
+        if abs(factor * norm - 1) < CLOSE:
+            return Mistake("norm", factor, _degrees(factor, layout))
+        if abs(norm - 1) > CLOSE:
+            factor = norm
+        return Mistake("factor", factor, _degrees(factor, layout))
     runs = shares.runs.get(layout.shares, {})
     parts = [read(tensors_of(run, 1), pieces.name) for run in runs]
     if 0 < len(parts) < len(own):
@@ -103,13 +107,15 @@ def of_gradient(
 
 def of_update(pieces: Pieces, initial: bool) -> Mistake:
     """Tell the kind of a weight or moment that differs though its gradient does not."""
-    if initial:
+    if initial and pieces.name.startswith("weight"):
         return Mistake("initial", ranks=[*pieces.own])
     drifted = of_replicas(pieces)
     if pieces.before is None or (drifted and drifted.kind == "not summed"):
         return drifted or Mistake("history")
     own = pieces.assembled - pieces.before
     update = pieces.whole - pieces.before
+    if not update.any():  # a buffer
+        return drifted or Mistake("update")
     if own.norm() < EXPLAINED * update.norm():
         return Mistake("still")
     (rate, decay), apart = _fit(own, [update, pieces.before])
@@ -130,14 +136,15 @@ def of_replicas(pieces: Pieces) -> Mistake | None:
         same = [rank for rank in pieces.equal if len(owns[0]) == len(pieces.whole)]
         if spread < CLOSE * apart and not same:
             continue
-        factors = _factors(pieces)
-        if {*ranks} <= {*factors}:
-            return Mistake(
-                "scales", counts=[factors[rank] for rank in ranks], ranks=ranks
-            )
-        (factor,), residual = _fit(torch.stack(owns).sum(0), [right])
-        if residual < EXPLAINED and not same:
-            return Mistake("not summed", factor, ranks=ranks)
+        scaled = _factors(pieces)
+        if {*ranks} <= {*scaled} and pieces.name.startswith("gradient"):
+            counts = [scaled[rank] for rank in ranks]
+            return Mistake("scales", counts=counts, ranks=ranks)
+        if len(ranks) < len(right) and not same:
+            # each rank may have clipped its own
+            counts, residual = _fit(right, owns)
+            if residual < EXPLAINED and min(map(abs, counts)) > CLOSE:
+                return Mistake("not summed", counts=counts, ranks=ranks)
         return Mistake("replica", ranks=ranks)
     return None
 
@@ -162,9 +169,9 @@ def _fit(of: Tensor, parts: Sequence[Tensor]) -> tuple[list[float], float]:
 
 
 def _degrees(factor: float, layout: Layout) -> list[str]:
-    sizes = {name: layout[name] for name in (*DEGREES, ACCUMULATION)}
     equal = []
-    for name, size in sizes.items():
+    for name in (*DEGREES, ACCUMULATION):
+        size = layout[name]
         ratios = (factor * size, factor / size)
         if size > 1 and min(abs(each - 1) for each in ratios) < CLOSE:
             equal.append(name)

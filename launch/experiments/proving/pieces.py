@@ -46,14 +46,13 @@ class Pieces:
         self.equal = list[int]()
         for rank in ranks:
             file = out / f"rank-{rank}.safetensors"
-            own = read(file, key(step, kind, name)) if file.exists() else torch.empty(0)
+            place = key(step, kind, name)
+            own = read(file, place)
             if not len(own):
                 self.equal.append(rank)
                 continue
             self.own[rank] = own
-            elements = read(file, f"{key(step, kind, name)}/elements").long()
-            every = torch.arange(len(self.whole))
-            self.elements[rank] = elements if len(elements) else every
+            self.elements[rank] = read(file, f"{place}/elements").long()
 
     @property
     def assembled(self) -> Tensor:

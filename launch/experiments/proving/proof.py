@@ -36,7 +36,7 @@ Batch = dict[str, Tensor]
 Shard = Callable[[str, Tensor], Tensor]  # (name, whole tensor) -> this rank's part
 # of modules that wrap others: DDP and DeepSpeed's engine, torch.compile, torch's recomputation
 WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-MOST_KEPT = 64  # tensors beyond their bounds, of one step, and their elements
+MOST_KEPT = 128  # tensors beyond their bounds, each with the numbers of its elements
 
 
 class Proof:
@@ -67,6 +67,7 @@ class Proof:
         self._done = task.done
         self._found = Found()
         self._beyond = dict[str, Tensor]()
+        self._faint = dict[str, Tensor]()
         self._shard: Shard | None = None
         self._named: Callable[[str], object] = str
         self._reading: Reading | None = None
@@ -91,11 +92,9 @@ class Proof:
         self._named = names or self._named
         own = self._tensors(model)
         if not self._task.initial:
-            if self.rank == 0:
-                save_file(
-                    {name: whole(each).clone() for name, each in own.items()},
-                    self.out / INITIAL,
-                )
+            save_file(
+                {name: whole(each) for name, each in own.items()}, self.out / INITIAL
+            )
             return
         given = load_file(self._task.initial)
         for name, tensor in own.items():
@@ -104,8 +103,7 @@ class Proof:
                     f"{name} is no tensor of the model in one process, which has {', '.join(given)}: "
                     "say its name there with names="
                 )
-            with torch.no_grad():
-                tensor.copy_(self.part(name, given[name], tensor))
+            tensor.detach().copy_(self.part(name, given[name], tensor))
         self.round_weights(own.values())
 
     def round_weights(self, weights: Iterable[Tensor]) -> None:
@@ -134,7 +132,6 @@ class Proof:
         )
         self._norm = getattr(model, "get_global_grad_norm", lambda: None)
         moments = self._reading.moments() if self.resumed else {}
-        self._reading.keep(moments)
         self._compare({**moments, "weight": self._reading.weights()})
 
     def batches(self) -> Iterator[Batch]:
@@ -150,7 +147,7 @@ class Proof:
             if len(tensor) % number:
                 raise ValueError(
                     f"{name} has {len(tensor)} rows, which do not make {number} equal parts: "
-                    "give batch() more rows"
+                    "dp times accumulation of every layout has to divide the rows of batch()"
                 )
             part[name] = tensor.chunk(number)[index]
         return part
@@ -205,16 +202,17 @@ class Proof:
         self.stack.close()
         if self._reading:
             self._found.unread.extend(self._reading.unread)
-        if self._beyond:
-            save_file(self._beyond, self.out / f"rank-{self.rank}.safetensors")
+        self._found.unasked.extend(self.layout.words.keys() - self.layout.asked)
+        save_file(self._beyond, self.out / f"rank-{self.rank}.safetensors")
         write_found(found_by(self.out, self.rank), self._found)
 
     def _cut(self, of: Tensor, like: Tensor) -> Tensor:
-        sizes = enumerate(zip(of.shape, like.shape, strict=False))
-        cut = [dim for dim, (there, here) in sizes if there != here]
-        if len(cut) != 1 or of.shape[cut[0]] != like.shape[cut[0]] * self.layout["tp"]:
-            return of
-        return of.chunk(self.layout["tp"], cut[0])[self.rank % self.layout["tp"]]
+        tp = self.layout["tp"]
+        for dim in range(of.dim()):
+            parts = of.chunk(tp, dim)
+            if len(parts) == tp and parts[-1].shape == like.shape:
+                return parts[self.rank % tp]
+        return of
 
     def _tensors(self, model: nn.Module) -> dict[str, Tensor]:
         """Return parameters and buffers of a model by their names in one process."""
@@ -228,16 +226,13 @@ class Proof:
     def _compare(self, read: Mapping[str, Mapping[str, Tensor]]) -> None:
         step = self._done
         flat = {
-            f"{kind}/{name}": tensor.detach().to("cpu").contiguous()
+            f"{kind}/{name}": tensor.to("cpu").contiguous()
             for kind, tensors in read.items()
             for name, tensor in tensors.items()
         }
         if not self._task.reference:
             if self.rank == 0:
-                save_file(
-                    {name: each.clone() for name, each in flat.items()},
-                    tensors_of(self.out, step),
-                )
+                save_file(flat, tensors_of(self.out, step))
             return
         with safe_open(tensors_of(self._task.reference, step), "pt") as reference:
             names = set(reference.keys())
@@ -251,13 +246,21 @@ class Proof:
     def _note(
         self, step: int, kind: str, name: str, tensor: Tensor, of: Tensor
     ) -> None:
-        """Note how a tensor compares; keep it if rounding does not explain that, in the first such step."""
+        """Note how a tensor compares; keep it if rounding does not explain that."""
         try:
             expected = self.part(name, of, tensor).double()
         except ValueError as why:
             self._found.misfits[name] = str(why)
             return
         own = tensor.double()
+        bound = self._task.bounds.get(key(step, kind, name), float("inf"))
+        if kind == "exp_avg" and self._task.bounds:
+            # where this is nothing but rounding, Adam's step has its sign of that
+            size = expected.abs()
+            faint = (size > 0) & (size < bound / of.numel() ** 0.5)
+            self._faint[name] = faint | self._faint.get(name, False)
+        elif kind == "weight" and name in self._faint:
+            own = own.where(~self._faint[name], expected)
         norm = expected.norm().clamp_min(1e-30)
         along = (own * expected).sum() / norm**2
         sizes = (own - expected, own - along * expected, expected)
@@ -267,15 +270,11 @@ class Proof:
             largest = float((own - expected).abs().max())
         fact = Fact(step, kind, name, apart, across, of_expected, largest)
         self._found.facts.append(fact)
-        bounds = self._task.bounds
-        kept = next(iter(self._beyond), f"{step}/").split("/")[0] == str(step)
-        beyond = not apart <= bounds.get(key(step, kind, name), float("inf"))
-        if beyond and kept and len(self._beyond) < MOST_KEPT:
-            self._beyond[key(step, kind, name)] = tensor.clone()
-            if tensor.shape != of.shape:
-                numbers = torch.arange(of.numel()).view(of.shape)
-                elements = self.part(name, numbers, tensor).contiguous()
-                self._beyond[f"{key(step, kind, name)}/elements"] = elements
+        if not apart <= bound and len(self._beyond) < MOST_KEPT:
+            numbers = torch.arange(of.numel()).view(of.shape)
+            elements = self.part(name, numbers, tensor).contiguous()
+            self._beyond[key(step, kind, name)] = tensor
+            self._beyond[f"{key(step, kind, name)}/elements"] = elements
 
     def _wait(self) -> None:
         """Have this process say where it is, and end, if the next step takes too long."""

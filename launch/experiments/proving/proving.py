@@ -78,7 +78,7 @@ class Reference:
         every = [task, again, *perturbed]
         if numbers:
             every += [other_seed, *itertools.chain.from_iterable(shares.values())]
-        for failure in launch(every, 1).values():
+        for failure in launch(every, 1, rest=False).values():
             raise ProblemsError.of(
                 "ADAPTER", failure, "it trains in one process first", "mend it there"
             )
@@ -176,18 +176,23 @@ def _rows(
         return reference.rows(layouts, tasks)
     first = []
     second = []
+    resumed = []
     for layout, of in zip(layouts, tasks, strict=True):
-        again = layout.name if resume == SAME else resume
+        again = layout_of(layout.name if resume == SAME else resume, task.accumulation)
         saved = f"{of.out}-saved"
         first.append(replace(of, out=f"{of.out}-first", steps=1, checkpoint=saved))
         steps = of.steps - 1
-        second.append(replace(of, layout=again, done=1, steps=steps, resumed=saved))
+        name = again.name
+        second.append(replace(of, layout=name, done=1, steps=steps, resumed=saved))
+        resumed.append(Layout(f"{layout.name}, resumed as {name}", again.words))
     saving = reference.rows(layouts, first)
+    for row, of in zip(saving, first, strict=True):
+        if not row.failure and not any(Path(of.checkpoint).glob("*")):
+            why = "nothing was saved to proof.checkpoint, which there is to resume"
+            return [Row(row.layout, failure=why)]
     if any(row.failure for row in saving):
         return saving
-    return reference.rows(
-        [layout_of(of.layout, task.accumulation) for of in second], second
-    )
+    return [*saving, *reference.rows(resumed, second)]
 
 
 def _clipped(task: Task) -> float:

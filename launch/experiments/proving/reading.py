@@ -25,15 +25,17 @@ class Reading:
         self.unread = set[str]()
         self._tensors = tensors
         self._wrappers = []
+        self._copies = dict[Tensor, Tensor]()
         while hasattr(optimizer, "optimizer"):
             self._wrappers.append(optimizer)
+            self._copies.update(_copies(optimizer))
             optimizer = optimizer.optimizer
         self._optimizer = optimizer
-        self._before = Tensors()
+        self._moments = dict[str, Tensors]()
 
     def weights(self) -> Tensors:
         """Return the weights, and the buffers that have numbers."""
-        return {name: weight_of(each).clone() for name, each in self._tensors.items()}
+        return {name: whole(self._own(each)) for name, each in self._tensors.items()}
 
     def after_step(self) -> dict[str, Tensors]:
         """Return gradients, moments, weights by kind, gradients in the order in which they are made.
@@ -41,26 +43,20 @@ class Reading:
         The gradients are those of the step, after clipping: the first moment is a mean of theirs, under
         any sharding.
         """
+        before = self._moments
         read = self.moments()
         gradients = Tensors()
         for moment in SHARES.keys() & read.keys():
             for name, mean in reversed(read[moment].items()):
                 kept, new = self.shares(moment, name)
-                before = self._before.get(name, 0.0)
-                gradients[name] = (mean - kept * before) / new
-        self.keep(read)
+                earlier = before.get(moment, {}).get(name, 0.0)
+                gradients[name] = (mean - kept * earlier) / new
         return {"gradient": gradients, **read, "weight": self.weights()}
 
     def shares(self, moment: str, name: str) -> tuple[float, float]:
         """Return what a tensor's first moment keeps of itself, and takes of a step's gradient."""
-        return SHARES[moment](self._optimizer.param_groups[0])
-
-    def keep(self, moments: Mapping[str, Tensors]) -> None:
-        """Keep the moments from which the next step's gradients are told."""
-        for moment in SHARES.keys() & moments.keys():
-            self._before = {
-                name: each.clone() for name, each in moments[moment].items()
-            }
+        kept, new = SHARES[moment](self._optimizer.param_groups[0])
+        return kept, new
 
     def moments(self) -> dict[str, Tensors]:
         """Return the moments by kind; none before the first step. A gradient is told from those read last."""
@@ -72,55 +68,58 @@ class Reading:
                 each._lazy_init_hp_params_optimizer_state()
         found = set[str]()
         for state in self._optimizer.state.values() if self._optimizer else ():
-            found |= {name for name, each in state.items() if _has_dims(each)}
-        return {moment: dict(self._of_moment(moment)) for moment in sorted(found)}
+            found |= {name for name in state if getattr(state[name], "shape", ())}
+        self._moments = {each: dict(self._of_moment(each)) for each in sorted(found)}
+        return self._moments
 
     def _of_moment(self, moment: str) -> Iterator[tuple[str, Tensor]]:
-        from deepspeed.utils import safe_get_full_optimizer_state
-
         for name, parameter in self._tensors.items():
-            tensor = self._optimizer.state.get(parameter, {}).get(moment)
-            if tensor is None and _is_partitioned(parameter):
-                tensor = safe_get_full_optimizer_state(parameter, moment)
+            tensor = self._own(parameter, moment)
             if tensor is not None:
                 yield name, whole(tensor)
             elif parameter.requires_grad:
                 self.unread.add(f"{moment} of {name}")
 
+    def _own(self, parameter: Tensor, moment: str = "") -> Any:
+        """Return a parameter's moment, or the numbers that are stepped; None: there is no such moment."""
+        own = copy = self._copies.get(parameter, parameter)
+        if moment:
+            own = self._optimizer.state.get(copy, {}).get(moment)
+        if own is not None and copy.shape != parameter.shape:
+            # of one copy of a whole group, in which parameters lie as in their own memory
+            start = parameter.storage_offset()
+            return own[start : start + parameter.numel()].view_as(parameter)
+        if hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping"):
+            from deepspeed.utils import safe_get_full_optimizer_state
 
-def weight_of(parameter: Tensor) -> Tensor:
-    """Return a parameter's numbers, those that the optimizer steps where it has a copy of its own."""
-    from deepspeed.utils import safe_get_full_fp32_param
+            return safe_get_full_optimizer_state(parameter, moment or None)
+        return own
 
-    own = None
-    if _is_partitioned(parameter):
-        own = safe_get_full_fp32_param(parameter)
-    return whole(parameter.detach() if own is None else own)
+
+def _copies(wrapper: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """Return the parameters in bf16 with the fp32 copies that are stepped."""
+    for names in COPIES:
+        groups, copies = (getattr(wrapper, each, ()) for each in names)
+        for group, copy in zip(groups, copies, strict=False):
+            own = [copy] * len(group) if torch.is_tensor(copy) else copy
+            yield from zip(group, own, strict=True)
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return a DTensor's numbers from all ranks, and any other tensor as it is."""
+    """Return a copy of a tensor, of a DTensor with the numbers of all ranks."""
     if hasattr(tensor, "full_tensor"):
         tensor = tensor.full_tensor()
-    return tensor.detach()
-
-
-def _is_partitioned(parameter: Tensor) -> bool:
-    return hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")
-
-
-def _has_dims(value: object) -> bool:
-    return torch.is_tensor(value) and value.dim() > 0
-
-
-def _of_adam(group: Mapping[str, Any]) -> tuple[float, float]:
-    beta = group["betas"][0]
-    return beta, 1 - beta
-
-
-def _of_momentum(group: Mapping[str, Any]) -> tuple[float, float]:
-    return group["momentum"], 1.0
+    return tensor.detach().clone()
 
 
 # what a first moment keeps of itself, and takes of a step's gradient
-SHARES = {"exp_avg": _of_adam, "momentum_buffer": _of_momentum}
+SHARES: dict[str, Any] = {
+    "exp_avg": lambda group: (group["betas"][0], 1 - group["betas"][0]),
+    "momentum_buffer": lambda group: (group["momentum"], 1.0),
+}
+# attributes of optimizers: parameters, and the copies that are stepped (DeepSpeed under ZeRO 0, Megatron-Core)
+COPIES = (
+    ("fp16_groups", "fp32_groups"),
+    ("fp16_groups", "fp32_groups_flat"),
+    ("float16_groups", "fp32_from_float16_groups"),
+)

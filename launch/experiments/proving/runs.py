@@ -20,10 +20,10 @@ def start(ranks: int, file: Path, log: Path) -> None:
     run_and_wait([*torchrun(ranks), str(WORKER), str(file)], log)
 
 
-def launch(tasks: Sequence[Task], ranks: int) -> dict[str, str]:
+def launch(tasks: Sequence[Task], ranks: int, rest: bool = True) -> dict[str, str]:
     """Train tasks in turn on so many ranks; return failures by the tasks' directories.
 
-    After a failure another launch trains the rest.
+    `rest`: after a failure another launch trains the rest.
     """
     failures = {}
     waiting = [*tasks]
@@ -38,6 +38,7 @@ def launch(tasks: Sequence[Task], ranks: int) -> dict[str, str]:
             task = waiting.pop(0)
             if not all(found_by(task.out, rank).exists() for rank in range(ranks)):
                 failures[task.out] = _failure(task, log, ranks)
+                waiting = waiting if rest else []
                 break
     return failures
 
@@ -47,7 +48,8 @@ def _failure(task: Task, log: Path, ranks: int) -> str:
     stacks = [Path(task.out) / f"rank-{rank}-stack.txt" for rank in range(ranks)]
     told = [each for each in stacks if each.exists() and each.stat().st_size]
     if not told:
-        of_ranks, _, _ = log.read_text(errors="replace").partition(TORCHRUN)
+        lines = log.read_text(errors="replace").splitlines()
+        of_ranks = "\n".join(line for line in lines if TORCHRUN not in line)
         return of_ranks.strip()[-MOST_SHOWN:]
     first = min(told, key=lambda each: each.stat().st_mtime_ns)
     text = first.read_text(errors="replace")

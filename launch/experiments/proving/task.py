@@ -86,6 +86,7 @@ class Found:
         unknown: names of tensors that the reference has not.
         misfits: of tensors that are no part of the reference's, with both shapes.
         unread: moments that could not be read, and so are not compared.
+        unasked: words of the layout that the adapter did not ask for.
     """
 
     facts: list[Fact] = field(default_factory=list)
@@ -95,6 +96,7 @@ class Found:
     unknown: list[str] = field(default_factory=list)
     misfits: dict[str, str] = field(default_factory=dict)
     unread: list[str] = field(default_factory=list)
+    unasked: list[str] = field(default_factory=list)
 
 
 _FOUND = TypeAdapter(Found)

@@ -21,9 +21,9 @@ SENTENCES = {
     "means": "a mean is taken of each share of the batch, not over all tokens",
     "clipped": "each share's gradient is clipped before they are averaged",
     "piece": "it is so on {ranks} alone",
-    "replica": "{ranks} have other numbers for the same elements: replicas that drifted",
-    "scales": "{ranks} have it {counts} times as large: each scales by numbers of its own, as by its own norm",
-    "not summed": "the sum over {ranks} is {factor:.4g} times the right one: it is not reduced over them",
+    "replica": "{ranks} {have} other numbers for the same elements: replicas that drifted",
+    "scales": "{ranks} {have} it {counts} times as large: each scales it by its own, as by its own norm",
+    "not summed": "the right one is a sum of what {ranks} have, {counts} times: it is not reduced over them",
     "random": "nothing of the batch explains it; the program draws at random, so perhaps another stream",
     "forward": "the loss differs, too, and no shares of the batch explain it: the forward pass is another",
     "initial": "before any step it is not as given, or as saved, on {ranks}",
@@ -88,6 +88,8 @@ def _about(row: Row) -> list[str]:
         lines.append(
             f"\n{name}: not in one process, so not compared: {_few(row.notes)}"
         )
+    if row.unasked:
+        lines.append(f"\n{name}: the adapter never asked for {_few(row.unasked)}")
     if row.unread:
         lines.append(
             f"\n{name}: not compared, as the optimizer does not show it: {_few(row.unread)}"
@@ -119,6 +121,7 @@ def sentence(mistake: Mistake) -> str:
         degrees=f", as {' or '.join(words)}" if words else "",
         counts=", ".join(f"{round(each, 2) + 0.0:.2f}" for each in mistake.counts),
         ranks=_ranks(mistake.ranks),
+        have="has" if len(mistake.ranks) == 1 else "have",
     )
 
 

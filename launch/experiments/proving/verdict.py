@@ -89,6 +89,7 @@ class Row:
     norm_agrees: bool = False
     lost: Sequence[str] = ()
     unread: Sequence[str] = ()
+    unasked: Sequence[str] = ()
     failure: str = ""
     notes: Sequence[str] = ()
 
@@ -149,9 +150,10 @@ def row_of(
     """Compare a layout's training with the reference."""
     found = [read_found(found_by(task.out, rank)) for rank in range(layout.ranks)]
     figures = {name: mean(found, name) for name in FIGURES}
+    last = task.done + task.steps
     for name in LOSSES:
         for step in getattr(reference, name):
-            if step > task.done:
+            if task.done < step <= last:
                 figures[name].setdefault(step, np.nan)
     ratios = {name: _ratios(figures[name], reference, name) for name in FIGURES}
     wrong = dict[str, list[int]]()
@@ -175,9 +177,8 @@ def row_of(
         number, kind, name = of.split("/", 2)
         step = int(number)
         # moments that an optimizer does not show are `unread`, and gradients are told from them
-        if step > task.done and (kind == "weight" or not unread):
+        if task.done < step <= last and (kind == "weight" or not unread):
             lost.add(f"{kind} of {name} after step {step}")
-    last = task.done + task.steps
     ends = [fact for fact in facts if (fact.step, fact.kind) == (last, "weight")]
     told = Figures(wrong["losses"], ratios["norms"])
     return Row(
@@ -193,6 +194,7 @@ def row_of(
         norm_agrees=not wrong["norms"],
         lost=sorted(lost),
         unread=sorted(unread),
+        unasked=found[0].unasked,
         failure="\n".join(sorted(misfits)),
         notes=sorted(unknown),
     )

@@ -34,7 +34,7 @@ def _releases(text: str) -> list[str]:
     if not package or not versions:
         raise ProblemsError.of(
             "--versions",
-            text,
+            f"--versions {text}",
             "it is PACKAGE=VERSION,VERSION",
             "write it so, as deepspeed=0.18.9,0.19.8",
         )

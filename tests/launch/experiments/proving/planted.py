@@ -215,6 +215,15 @@ MISTAKES = (
         "pass",
         resumed=True,
     ),
+    Mistake(
+        "moments left out",
+        DS,
+        "dp2-zero1",
+        "history",
+        "str(proof.resumed)",
+        "str(proof.resumed), load_optimizer_states=False",
+        resumed=True,
+    ),
 )
 SOUND = (
     (BY_HAND, "dp2-accumulation2", False),

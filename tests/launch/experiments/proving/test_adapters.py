@@ -1,5 +1,6 @@
-"""The adapters that ship agree with one process under their layouts."""
+"""The adapters that ship agree with one process under their layouts, and not if they are broken."""
 
+import shutil
 from pathlib import Path
 from unittest import mock
 
@@ -13,42 +14,95 @@ from launch.experiments.proving.task import Task
 ADAPTERS = ROOT / "launch/experiments/adapters"
 LAYOUTS = {
     "fsdp2_tensor_parallel.py": ["dp2", "tp2", "tp2-dp2", "tp2-sequence"],
-    "trainer.py": ["dp2", "dp2-zero1", "dp2-zero3", "dp2-accumulation2"],
+    "trainer.py": ["dp2", "dp2-zero1", "dp2-zero3", "dp2-fsdp", "dp2-accumulation2"],
     "accelerate_loop.py": ["dp2", "dp2-zero2", "dp2-fsdp-accumulation2"],
     "deepspeed_autotp.py": ["tp2", "tp2-zero3", "tp2-dp2-zero1"],
     "deepspeed_pipeline.py": ["pp2", "pp2-dp2-accumulation2", "pp2-accumulation4-zero1"],
+    "ddp_loop.py": ["dp2-accumulation2"],
+}
+BROKEN = "proof.layout['broken']"
+# of each adapter a layout, the text that is wrong in it, and the kind of mistake that is said
+MISTAKES = {
+    "fsdp2_tensor_parallel.py": (
+        "tp2-dp2-broken",
+        "(rows, proof.rank // tp)",
+        f"(rows, 0 if {BROKEN} else proof.rank // tp)",
+        "missing",
+    ),
+    "trainer.py": ("dp2-broken", '"sequential"', f'"random" if {BROKEN} else "sequential"', "forward"),
+    "accelerate_loop.py": (
+        "dp2-accumulation2-broken",
+        "accelerator.backward(loss)",
+        f"loss.backward() if {BROKEN} else accelerator.backward(loss)",
+        "factor",
+    ),
+    "deepspeed_autotp.py": (
+        "tp2-dp2-broken",
+        "(rows, proof.rank // tp)",
+        f"(rows, 0 if {BROKEN} else proof.rank // tp)",
+        "missing",
+    ),
+    "deepspeed_pipeline.py": (
+        "pp2-dp2-broken",
+        "engine.grid.get_data_parallel_id()",
+        f"0 if {BROKEN} else engine.grid.get_data_parallel_id()",
+        "missing",
+    ),
+    "ddp_loop.py": (
+        "dp2-accumulation2-broken",
+        "number == len(micro_batches)",
+        f"number == len(micro_batches) and not {BROKEN}",
+        "replica",
+    ),
 }
 
 
 def proven(
-    adapter: str, layouts: list[str], out: Path, steps: int = 3, env: dict[str, str] | None = None
-) -> str:
-    """The table if a layout does not agree; ranks are forks that have the libraries already."""
+    adapter: Path, layouts: list[str], out: Path, env: dict[str, str] | None = None, **how: object
+) -> proving.Proven:
+    """Prove an adapter; ranks are forks that have the libraries already."""
 
     def start(ranks, file, log):
         ended = run_ranks(ranks, runs.WORKER, file, env=env, timeout=500)
         log.write_text(ended.stdout)
 
-    task = Task(str(ADAPTERS / adapter), "dp1", str(out), steps)
+    task = Task(**{"adapter": str(adapter), "layout": "dp1", "out": str(out / "proof"), "steps": 3, **how})
     with mock.patch.object(runs, "start", start):
-        found = proving.prove(task, layouts)
-    return "" if found.agrees else found.told()
+        return proving.prove(task, layouts)
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"), [("ddp_loop.py", "dp2-accumulation2"), ("deepspeed_loop.py", "dp2-zero1")]
+    ("name", "layout", "precision"),
+    [
+        ("ddp_loop.py", "dp2-accumulation2", "fp32"),
+        ("deepspeed_loop.py", "dp2-zero1", "fp32"),
+        ("deepspeed_loop.py", "dp2-zero0", "bf16"),
+    ],
 )
-def test_a_plain_loop(name, layout, tmp_path):
-    assert not proven(name, [layout], tmp_path, steps=2)
+def test_a_plain_loop(name, layout, precision, tmp_path):
+    found = proven(ADAPTERS / name, [layout], tmp_path, steps=2, precision=precision)
+    assert found.agrees and not found.rows[0].unread, found.told()
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_layouts(name, tmp_path):
-    assert not proven(name, LAYOUTS[name], tmp_path)
+def test_layouts_agree_and_a_broken_one_does_not(name, tmp_path):
+    layout, right, wrong, kind = MISTAKES[name]
+    adapter = shutil.copytree(ADAPTERS, tmp_path / "adapters") / name
+    text = adapter.read_text()
+    assert text.count(right) == 1
+    adapter.write_text(text.replace(right, wrong))
+    found = proven(adapter, [*LAYOUTS[name], layout], tmp_path)
+    *sound, broken = found.rows
+    assert all(row.agrees and not row.unasked for row in sound), found.told()
+    assert broken.first and broken.first.mistake.kind == kind, found.told()
 
 
 @pytest.mark.ci
 @needed
-def test_on_the_second_device(tmp_path):
-    assert not proven("deepspeed_loop.py", ["dp2-zero1"], tmp_path, env=on_board())
+@pytest.mark.parametrize(
+    ("name", "layout"), [("deepspeed_loop.py", "dp2-zero1"), ("deepspeed_pipeline.py", "pp2-zero1")]
+)
+def test_on_the_second_device(name, layout, tmp_path):
+    found = proven(ADAPTERS / name, [layout], tmp_path, env=on_board())
+    assert found.agrees, found.told()

@@ -29,10 +29,14 @@ class Found:
 
     def pieces(self, kind: str, step: int, own: dict[int, torch.Tensor], cut: bool = False) -> Pieces:
         """Return the tensor as ranks have it; `cut`: each has half of its elements. Two ranks."""
-        for rank, tensor in own.items():
-            stored = {key(step, kind, NAME): tensor}
-            if cut:
-                stored[f"{key(step, kind, NAME)}/elements"] = torch.arange(12).chunk(2)[rank].contiguous()
+        for rank in range(2):
+            stored = {}
+            if rank in own:
+                numbers = torch.arange(12).chunk(2)[rank] if cut else torch.arange(12)
+                stored = {
+                    key(step, kind, NAME): own[rank],
+                    f"{key(step, kind, NAME)}/elements": numbers.clone(),
+                }
             save_file(stored, self.folder / f"rank-{rank}.safetensors")
         return Pieces(self.folder, self.folder / "reference", step, kind, NAME, [0, 1])
 
@@ -109,3 +113,10 @@ def test_an_update_is_taken_apart_into_the_right_one_and_the_weight(found):
     assert decayed.kind == "decay" and decayed.factor == pytest.approx(-0.01, rel=0.05)
     assert found.update(both(AFTER + REST)).kind == "update"
     assert found.update({0: AFTER, 1: AFTER + REST}).kind == "replica"
+
+
+def test_before_any_step_moments_are_not_loaded_and_weights_not_as_given(found):
+    save_file({f"exp_avg/{NAME}": G, f"weight/{NAME}": AFTER}, tensors_of(found.folder / "reference", 1))
+    moment = found.pieces("exp_avg", 1, both(0 * G))
+    assert of_update(moment, True).kind == "history"
+    assert of_update(found.pieces("weight", 1, both(BEFORE)), True).kind == "initial"

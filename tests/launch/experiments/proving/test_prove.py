@@ -49,14 +49,14 @@ def quick_launches(monkeypatch):
     monkeypatch.setattr(runs, "start", start)
 
 
-def proven(tmp_path, layouts, *edits, **how):
+def proven(tmp_path, layouts, *edits, resume="", **how):
     text = LOOP
     for right, wrong in edits:
         assert text.count(right) == 1
         text = text.replace(right, wrong)
     (tmp_path / "loop.py").write_text(text)
     task = Task(str(tmp_path / "loop.py"), "dp1", str(tmp_path / "out"), 2, **how)
-    return prove(task, layouts, say=lambda text: None)
+    return prove(task, layouts, resume, say=lambda text: None)
 
 
 def test_a_layout_is_words_with_numbers():
@@ -68,14 +68,23 @@ def test_a_layout_is_words_with_numbers():
             layout_of(name)
 
 
+UNUSED = "    model.unused = nn.Parameter(torch.ones(8))\n    proof.load(model)\n"
+# a gradient that is nothing but rounding, and Adam's first step with its sign
+SIGN = """loss.backward()
+        model.unused.grad = torch.tensor([1.0] * 7 + [1e-7 - 2e-7 * proof.layout['sign']])
+"""
+
+
 def test_sound_and_wrong_layouts(tmp_path):
     half = ("parameter.grad /= dp", "parameter.grad /= 1 if proof.layout['sum'] else dp")
-    found = proven(tmp_path, ["dp2", "dp2-sum"], half)
-    sound, wrong = found.rows
+    unused = ("    proof.load(model)\n", UNUSED), ("loss.backward()\n", SIGN)
+    found = proven(tmp_path, ["dp2", "dp2-sum", "dp1-sign-other"], half, *unused)
+    sound, wrong, signed = found.rows
     assert sound.agrees and sound.loss < 1e-6 and sound.gradient < 1e-5
+    assert signed.agrees and signed.unasked == ["other"] and "never asked for other" in found.told()
     first = wrong.first
     assert not wrong.agrees and (first.step, first.kind, first.name) == (1, "gradient", "2.bias")
-    assert (first.ranks, first.alike, first.mistake.kind) == ([0, 1], (4, 4), "factor")
+    assert (first.ranks, first.alike, first.mistake.kind) == ([0, 1], (5, 5), "factor")
     assert first.mistake.factor == pytest.approx(2) and first.mistake.degrees == ["dp"]
     assert "it is 2 times as large, as data parallel degree" in " ".join(found.told().split())
 
@@ -113,6 +122,11 @@ def test_weights_names_and_missing_steps_of_a_layout_are_named(tmp_path):
     assert "a0.weight is no tensor of the model in one process" in names.failure
 
 
+def test_a_loop_that_saves_nothing_cannot_be_resumed(tmp_path):
+    (row,) = proven(tmp_path, ["dp1"], resume="same").rows
+    assert "nothing was saved to proof.checkpoint" in row.failure
+
+
 @pytest.mark.ci  # half a minute, so that no slow start is taken for a rank that waits
 def test_every_rank_says_where_it_is_when_one_waits(tmp_path):
     (wait,) = proven(tmp_path, ["dp2-wait"], (STEP, WAITS), timeout=30.0).rows
@@ -133,3 +147,19 @@ def test_what_cannot_be_compared_is_refused_before_anything_is_trained(words, tm
     monkeypatch.setattr("sys.argv", ["prove.py", str(adapter), "--layouts", "dp2", *words.split()])
     with pytest.raises(ProblemsError, match=REFUSED[words]):
         command.main()
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("def train(proof:", "was never closed"),
+        ("def train(proof): ...", r"has no batch\(\)"),
+        (None, "No such file"),
+    ],
+)
+def test_what_is_no_adapter_is_refused_unrun(text, why, tmp_path):
+    adapter = tmp_path / "loop.py"
+    if text:
+        adapter.write_text(text)
+    with pytest.raises(ProblemsError, match=why):
+        command.check_adapter(adapter)
