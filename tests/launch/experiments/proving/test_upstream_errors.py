@@ -12,7 +12,9 @@ PAGE = (ROOT / "docs" / "upstream_errors.md").read_text(encoding="utf-8")
 SECTION = re.compile(r"^## ([^\n]+)\n(?:(?!^## ).)*?```python\n(.*?)```.*?```text\n(.*?)```", re.M | re.S)
 ERRORS = SECTION.findall(PAGE)
 # without DeepSpeed's collectives in shared memory, which g++ would compile
-START = "import deepspeed.ops as ops; ops.__compatible_ops__['deepspeed_shm_comm'] = False; import reproduction"
+START = (
+    "import deepspeed.ops as ops; ops.__compatible_ops__['deepspeed_shm_comm'] = False; import reproduction"
+)
 
 
 def test_the_page_has_short_reproductions():
