@@ -135,7 +135,17 @@ def check_rest(stage: int | None, layout: Layout | None, findings: Findings) -> 
             f"set it to {either(divisors(layout.dp))}",
             beside=f" with dp={layout.dp}",
         )
-    if stage in (2, 3) and findings.stated(f"{_ZERO}.reduce_scatter") is not False:
+    scatters = findings.stated(f"{_ZERO}.reduce_scatter") is not False
+    key = "gradient_predivide_factor"
+    factor = findings.stated(key) or 1
+    if stage == 3 and not scatters and layout and 1 < factor == layout.dp:
+        findings.refuse(
+            key,
+            "stage 3 divides by the ranks once more where the factor is their number",
+            "remove the key",
+            beside=f" with dp={layout.dp}",
+        )
+    if stage in (2, 3) and scatters:
         for key, ineffective in (
             ("prescale_gradients", False),
             ("gradient_predivide_factor", 1),

@@ -108,7 +108,7 @@ class EngineState:
             return tuple(self._sub_group(zero, number) for number in numbers)
         if isinstance(zero, DeepSpeedZeroOptimizer):
             masters = zero.single_partition_of_fp32_groups
-            return tuple(map(_flat_group, zero.bit16_groups, masters))
+            return tuple(map(_flat_group, zero.round_robin_bit16_groups, masters))
         if isinstance(zero, BF16_Optimizer):
             masters = zero.fp32_groups_flat_partition
             return tuple(map(_flat_group, zero.bf16_groups, masters))

@@ -248,6 +248,13 @@ def test_what_goes_together_is_taken(row, made):
     assert found.zero_stage == (3 if base == "offload" else base)
 
 
+def test_a_factor_that_stage_3_divides_by_twice_is_refused(made):
+    changes = {"zero_optimization.reduce_scatter": False, "gradient_predivide_factor": 2}
+    assert made(3, changes).zero_stage == made(2, changes, "parallel.dp=2", world=2).zero_stage + 1
+    with pytest.raises(ConfigError, match="gradient_predivide_factor=2 with dp=2"):
+        made(3, changes, "parallel.dp=2", world=2)
+
+
 def test_null_is_an_absent_key_and_5e8_a_whole_number(made):
     nulls = {"gradient_clipping": None, "bf16.immediate_grad_update": None, "aio": None}
     assert made(1, nulls).ds == made(1, {}).ds

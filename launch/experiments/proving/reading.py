@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from launch.deepspeed_fixes.round_robin import link_in_order
+
 Tensors = dict[str, Tensor]
 
 
@@ -28,6 +30,7 @@ class Reading:
         self._copies = dict[Tensor, Tensor]()
         while hasattr(optimizer, "optimizer"):
             self._wrappers.append(optimizer)
+            link_in_order(optimizer)
             self._copies.update(_copies(optimizer))
             optimizer = optimizer.optimizer
         self._optimizer = optimizer

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from types import SimpleNamespace
 
 import pytest
-from compared import COMMAND, ODD_SHAPES, folder, forked, rows_of
-from launching import run
+from compared import COMMAND, ODD_SHAPES, folder, forked, layouts_of, rows_by_name, rows_of
+from launching import ROOT, run
 from matplotlib.figure import Figure
 
 from ds_configs.plan import HOST, Machine
 from launch import compare_layouts
 from launch.console import ends
 from launch.experiments.parity.curves import draw_curves
-from launch.experiments.parity.layout_cases import CASES, FORCED, case_plan
+from launch.experiments.parity.layout_cases import CASES, FORCED, LayoutCase, case_plan
 from launch.experiments.proving.layout import layout_of
 from launch.experiments.proving.proving import Proven
 from launch.experiments.proving.task import Found
@@ -65,6 +66,18 @@ def test_where_one_process_fails_the_command_does(monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended, forked():
         compare_layouts.main()
     assert ended.value.code == 1 and "the loss is nan in fp32" in capsys.readouterr().out
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("name", ["zero1", "zero2"])
+def test_parameters_that_lie_in_another_order_are_read_as_they_lie(name, tmp_path):
+    config = json.loads((ROOT / f"ds_configs/{name}.json").read_text())
+    config["zero_optimization"]["round_robin_gradients"] = True
+    file = tmp_path / "in_turn.json"
+    file.write_text(json.dumps(config))
+    case = LayoutCase("in turn", 1, 1, 2, str(file))
+    (row,) = rows_by_name(layouts_of(tmp_path / "out", [], steps=2), [case]).values()
+    assert row.agrees, row
 
 
 def test_cases_keep_to_what_they_are_named():
