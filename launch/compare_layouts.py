@@ -106,8 +106,6 @@ def main() -> None:
             print(failed)
             raise SystemExit(1) from None
     print(f"\n{proven.told(terminal.columns())}")
-    for reason in reasons(left_out):
-        print(reason)
     if picture:
         # with matplotlib, which nothing else here needs
         from launch.experiments.parity.curves import draw_curves

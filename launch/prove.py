@@ -81,7 +81,6 @@ def main() -> int:
                 accumulation=args.accumulation,
                 precision=args.precision,
                 timeout=args.timeout,
-                given=args.text,
             )
             proven = prove(task, args.layouts, args.resume or "", args.together)
             print(f"\n{name}\n{proven.told(terminal.columns())}".rstrip())
@@ -145,13 +144,6 @@ def build_parser() -> argparse.ArgumentParser:
         "--together",
         action="store_true",
         help="layouts of as many ranks share a launch: faster, if the loop leaves nothing in its process",
-    )
-    add(
-        "--given",
-        dest="text",
-        default="",
-        metavar="TEXT",
-        help="handed to the adapter as proof.given, such as the name of a config",
     )
     add(
         "--versions",

@@ -19,6 +19,7 @@ from launch.checkpoints.manifest import (
     file_name,
     joined,
 )
+from launch.checkpoints.stored import StoredTensors
 from launch.checkpoints.tensor_file import TensorEntry
 from modeling.families import conversion_of, meta_parameters
 from modeling.formats.huggingface.conversion import SAME
@@ -100,6 +101,11 @@ def layers_of_files(root):
     held = run_checkpoints.newest(root).manifest
     names = {file: (name.split(".") for name in held.held_by(file)) for file in sorted(held.files)}
     return {file: sorted({int(n[1]) for n in of if n[0] == "layers"}) for file, of in names.items()}
+
+
+def load_weights(directory, kind=WEIGHT):
+    """All tensors of one kind in memory, full and canonical."""
+    return dict(StoredTensors(directory, kind=kind))
 
 
 def checksum(path):

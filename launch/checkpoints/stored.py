@@ -203,8 +203,3 @@ def _has_grown(place: TensorPlacement, stored: tuple[int, ...]) -> bool:
     """Check for a table of positions with more rows than are stored."""
     same_width = place.cut is None and place.shape[1:] == stored[1:]
     return same_width and "position" in place.name and place.shape[0] > stored[0]
-
-
-def load_weights(directory: Path, kind: str = WEIGHT) -> dict[str, torch.Tensor]:
-    """Read all tensors of one kind into memory, full and canonical. Raises FileError."""
-    return dict(StoredTensors(directory, kind=kind))

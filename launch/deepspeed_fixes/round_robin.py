@@ -11,8 +11,7 @@ def link_in_order(optimizer: Any) -> None:
     DeepSpeed links them in the order of their group, so that each is taken for another (0.18.9 to 0.19.8;
     docs/upstream_errors.md). Its steps do not use the links; what is read and saved by them does.
     """
-    if getattr(optimizer, "round_robin_gradients", False):
-        groups = optimizer.bit16_groups
-        optimizer.bit16_groups = optimizer.round_robin_bit16_groups
-        optimizer._link_all_hp_params()
-        optimizer.bit16_groups = groups
+    groups = optimizer.bit16_groups
+    optimizer.bit16_groups = optimizer.round_robin_bit16_groups
+    optimizer._link_all_hp_params()
+    optimizer.bit16_groups = groups

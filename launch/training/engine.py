@@ -29,7 +29,6 @@ from data.loader import MicroBatch
 from ds_configs.plan import Plan
 from launch.deepspeed_fixes import versions
 from launch.deepspeed_fixes.muon_compilation import leave_out_compilation
-from launch.deepspeed_fixes.round_robin import link_in_order
 from launch.deepspeed_fixes.short_steps import shorten_step
 from launch.machine import compiled_ops, memory
 from launch.ranks import processes
@@ -94,7 +93,10 @@ def build_engine(
         from launch.deepspeed_fixes.freed_gradients import keep_while_reduced
 
         keep_while_reduced(engine.optimizer)
-    link_in_order(engine.optimizer)
+    if getattr(engine.optimizer, "round_robin_gradients", False):
+        from launch.deepspeed_fixes.round_robin import link_in_order
+
+        link_in_order(engine.optimizer)
     setting = shorten_step(engine)
     if setting:
         say(f"{setting}: DeepSpeed's own step, with its copies of the gradients")

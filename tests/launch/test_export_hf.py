@@ -14,6 +14,7 @@ from hub_server import OF_THE_HUB, TOKEN, Hub, Repository
 from huggingface_hub import constants
 from launching import ROOT, run, run_ranks
 from safetensors.torch import load_file
+from stored import load_weights
 from torch.nn.functional import cross_entropy
 from transformers import (
     AutoModelForPreTraining,
@@ -28,7 +29,6 @@ from data.text.trained_vocabulary import train_bpe
 from data.text.vocabulary import vocabulary_digest
 from launch import export_hf
 from launch.checkpoints import run_checkpoints
-from launch.checkpoints.stored import load_weights
 from launch.ranks import ending
 from launch.records import vocabulary
 from launch.records.metrics import read_metrics

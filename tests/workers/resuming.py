@@ -17,11 +17,11 @@ terminal.quiet_libraries()
 MACHINE = description.detect_machine(emulated_fp16=True)
 
 import torch  # noqa: E402  (after the accelerator is chosen)
+from stored import load_weights  # noqa: E402
 
 from data.corpus import build  # noqa: E402
 from ds_configs.resolver import resolve  # noqa: E402
 from launch.checkpoints import reading, run_checkpoints  # noqa: E402
-from launch.checkpoints.stored import load_weights  # noqa: E402
 from launch.records.facts import RunFacts, SilentRecorder  # noqa: E402
 from launch.training.job import Job  # noqa: E402
 from launch.training.loop import train as train_run  # noqa: E402

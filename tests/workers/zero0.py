@@ -18,11 +18,11 @@ from unittest import mock
 
 import resuming
 import torch
+from stored import load_weights
 
 from data.corpus import build
 from ds_configs.resolver import resolve
 from launch.checkpoints import run_checkpoints
-from launch.checkpoints.stored import load_weights
 from launch.deepspeed_fixes import zero0
 from launch.deepspeed_fixes.short_steps import FlatStep
 from launch.ranks import ending, processes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from launch.console import terminal
@@ -40,15 +40,12 @@ class Layouts:
         return self._references[states]
 
     def proven(self, cases: Sequence[LayoutCase], keep: bool = True) -> Proven:
-        """Return the layouts next to one process, that of fp32 if some are in it. Raises ProblemsError."""
-        states = max(case.states for case in cases)
-        return Proven(self.reference(states), [*self._rows(cases, keep)])
+        """Train fewest processes first, and compare; remove what each leaves unless `keep`.
 
-    def _rows(self, cases: Sequence[LayoutCase], keep: bool) -> Iterator[Row]:
-        """Train and compare, fewest processes first; remove what each leaves unless `keep`.
-
-        Layouts of as many processes share a launch, which takes longer than a layout.
+        Layouts of as many processes share a launch, which takes longer than a layout. The reference is that of
+        fp32 if some are in it. Raises ProblemsError.
         """
+        rows = list[Row]()
         groups = dict[tuple[int, str], list[LayoutCase]]()
         for case in cases:
             groups.setdefault((case.processes, case.states), []).append(case)
@@ -58,10 +55,11 @@ class Layouts:
             names = "; ".join(case.name for case in group)
             terminal.say(f"{counted(processes, 'process')}: {names}")
             tasks = [reference.compared(self.task(case)) for case in group]
-            yield from reference.rows([case.layout for case in group], tasks)
+            rows += reference.rows([case.layout for case in group], tasks)
             for task in tasks:
                 if not keep:
                     shutil.rmtree(task.out)
+        return Proven(self.reference(max(states for _, states in groups)), rows)
 
     def task(self, case: LayoutCase) -> Task:
         """Return the training of a layout that is compared with none."""

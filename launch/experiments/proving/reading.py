@@ -30,7 +30,8 @@ class Reading:
         self._copies = dict[Tensor, Tensor]()
         while hasattr(optimizer, "optimizer"):
             self._wrappers.append(optimizer)
-            link_in_order(optimizer)
+            if getattr(optimizer, "round_robin_gradients", False):
+                link_in_order(optimizer)
             self._copies.update(_copies(optimizer))
             optimizer = optimizer.optimizer
         self._optimizer = optimizer

@@ -10,7 +10,7 @@ from launch.experiments.proving.layout import DEGREES
 from launch.experiments.proving.mistakes import Mistake, Shares
 from launch.experiments.proving.task import Found
 from launch.experiments.proving.verdict import First, Row
-from recipes.problems import counted
+from recipes.problems import counted, some
 
 HEADINGS = ("layout", "ranks", "loss", "grad norm", "gradients", "weights", "agrees")
 SENTENCES = {
@@ -83,16 +83,18 @@ def _about(row: Row) -> list[str]:
     if row.failure:
         lines.append(f"\n{name}: {row.failure}")
     if row.lost:
-        lines.append(f"\n{name}: no rank has {_few(row.lost)}")
+        lines.append(f"\n{name}: no rank has {some(row.lost, MOST_NAMED)}")
     if row.notes:
         lines.append(
-            f"\n{name}: not in one process, so not compared: {_few(row.notes)}"
+            f"\n{name}: not in one process, so not compared: {some(row.notes, MOST_NAMED)}"
         )
     if row.unasked:
-        lines.append(f"\n{name}: the adapter never asked for {_few(row.unasked)}")
+        lines.append(
+            f"\n{name}: the adapter never asked for {some(row.unasked, MOST_NAMED)}"
+        )
     if row.unread:
         lines.append(
-            f"\n{name}: not compared, as the optimizer does not show it: {_few(row.unread)}"
+            f"\n{name}: not compared, as the optimizer does not show it: {some(row.unread, MOST_NAMED)}"
         )
     if row.first:
         lines.append(f"\n{name}: {of_first(row.first)}")
@@ -128,9 +130,3 @@ def sentence(mistake: Mistake) -> str:
 def _ranks(ranks: Sequence[int]) -> str:
     numbers = ", ".join(map(str, ranks))
     return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"
-
-
-def _few(names: Sequence[str]) -> str:
-    """Name the first of some tensors, and how many more there are."""
-    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    return ", ".join(names[:MOST_NAMED]) + more

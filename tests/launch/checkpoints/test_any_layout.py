@@ -5,10 +5,9 @@ import json
 
 import pytest
 from launching import DEVICE, WORKERS, run_ranks
-from stored import layers_of_files
+from stored import layers_of_files, load_weights
 
 from launch.checkpoints import run_checkpoints
-from launch.checkpoints.stored import load_weights
 
 CASES = {  # name: processes, case
     "one": (1, {"ds_config": "zero1"}),

@@ -6,9 +6,9 @@ import json
 
 import pytest
 from launching import WORKERS, run_ranks
+from stored import load_weights
 
 from launch.checkpoints import manifest, run_checkpoints
-from launch.checkpoints.stored import load_weights
 
 pytestmark = pytest.mark.ci
 

@@ -17,14 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launching import environment, run
 from safetensors.torch import load_file
-from stored import checksum, complete_checkpoints, write_checkpoint
+from stored import checksum, complete_checkpoints, load_weights, write_checkpoint
 
 from launch.checkpoints import manifest, reading, run_checkpoints, tensor_file
 from launch.checkpoints import stored as stored_tensors
 from launch.checkpoints.geometry import Cut, copies, rectangles, share
 from launch.checkpoints.manifest import Series, joined
 from launch.checkpoints.run_checkpoints import DamagedCheckpoint
-from launch.checkpoints.stored import StoredTensors, TensorPlacement, load_weights
+from launch.checkpoints.stored import StoredTensors, TensorPlacement
 from launch.checkpoints.tensor_file import TensorEntry
 from launch.pretrain import sample
 from recipes import catalog

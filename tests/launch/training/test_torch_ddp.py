@@ -2,12 +2,12 @@
 
 import pytest
 from compared import folder, layouts_of, train
+from stored import load_weights
 
 from ds_configs.findings import ConfigError
 from ds_configs.plan import ANY_GPU
 from ds_configs.resolver import resolve
 from launch.checkpoints.run_checkpoints import newest
-from launch.checkpoints.stored import load_weights
 from launch.experiments.parity.layout_cases import LayoutCase
 from recipes import catalog
 

@@ -10,13 +10,12 @@ import time
 import pytest
 import torch
 from launching import ROOT, WORKERS, deepspeed, environment, run, run_ranks
-from stored import complete_checkpoints
+from stored import complete_checkpoints, load_weights
 
 from ds_configs.findings import ConfigError
 from ds_configs.plan import HOST, Machine
 from ds_configs.resolver import resolve
 from launch.checkpoints.run_checkpoints import newest
-from launch.checkpoints.stored import load_weights
 from launch.records.metrics import read_metrics
 from launch.training.job import plan_job
 from recipes import catalog

@@ -13,11 +13,11 @@ from megatron_writer import (
     write_sliced,
     write_universal,
 )
+from stored import load_weights
 
 from ds_configs.plan import ANY_GPU
 from ds_configs.resolver import resolve
 from launch.checkpoints import run_checkpoints
-from launch.checkpoints.stored import load_weights
 from launch.training.schedule import learning_rate
 from launch.weights.adoption import Adoption
 from recipes import catalog

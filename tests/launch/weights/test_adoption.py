@@ -18,6 +18,7 @@ import torch
 from deepspeed.checkpoint import ds_to_universal
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from launching import ROOT, WORKERS, run, run_ranks
+from stored import load_weights
 from transformers import BertConfig, BertForMaskedLM
 
 from ds_configs.plan import ANY_GPU
@@ -25,7 +26,6 @@ from ds_configs.resolver import resolve
 from launch import pretrain
 from launch.checkpoints import run_checkpoints
 from launch.checkpoints.manifest import Progress, ScalerState
-from launch.checkpoints.stored import load_weights
 from launch.records.metrics import read_metrics
 from launch.training.schedule import learning_rate
 from launch.weights import adopted_checkpoint

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from launching import ROOT, WORKERS, run, run_ranks
-from stored import model_tensors, write_run
+from stored import load_weights, model_tensors, write_run
 from transformers import AutoConfig, AutoTokenizer, TrainerState
 
 from ds_configs.plan import ANY_GPU
@@ -17,7 +17,6 @@ from ds_configs.resolver import resolve
 from launch import checkpoint
 from launch.checkpoints import run_checkpoints
 from launch.checkpoints.manifest import MOMENTS, WEIGHT
-from launch.checkpoints.stored import load_weights
 from launch.records.metrics import read_metrics
 from launch.training.schedule import learning_rate
 from launch.weights import universal
