@@ -91,6 +91,10 @@ class EngineState:
             self.zero,
             (DeepSpeedZeroOptimizer, BF16_Optimizer, DeepSpeedZeroOptimizer_Stage3),
         )
+        if getattr(self.zero, "round_robin_gradients", False):
+            from launch.deepspeed_fixes.round_robin import link_in_order
+
+            link_in_order(self.zero)
         self._master_weights: MasterWeights | None = None  # of stage 0 in fp16 and bf16
         if self.shared:
             from launch.deepspeed_fixes.zero0 import MasterWeights

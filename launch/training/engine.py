@@ -93,10 +93,6 @@ def build_engine(
         from launch.deepspeed_fixes.freed_gradients import keep_while_reduced
 
         keep_while_reduced(engine.optimizer)
-    if getattr(engine.optimizer, "round_robin_gradients", False):
-        from launch.deepspeed_fixes.round_robin import link_in_order
-
-        link_in_order(engine.optimizer)
     setting = shorten_step(engine)
     if setting:
         say(f"{setting}: DeepSpeed's own step, with its copies of the gradients")

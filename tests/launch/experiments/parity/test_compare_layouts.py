@@ -69,14 +69,16 @@ def test_where_one_process_fails_the_command_does(monkeypatch, capsys):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("name", ["zero1", "zero2"])
-def test_parameters_that_lie_in_another_order_are_read_as_they_lie(name, tmp_path):
-    config = json.loads((ROOT / f"ds_configs/{name}.json").read_text())
+@pytest.mark.parametrize("implementation", ["megarecipes", "transformers"])
+def test_parameters_that_lie_in_another_order_are_read_as_they_lie(implementation, tmp_path):
+    config = json.loads((ROOT / "ds_configs/zero2.json").read_text())
     config["zero_optimization"]["round_robin_gradients"] = True
     file = tmp_path / "in_turn.json"
     file.write_text(json.dumps(config))
     case = LayoutCase("in turn", 1, 1, 2, str(file))
-    (row,) = rows_by_name(layouts_of(tmp_path / "out", [], steps=2), [case]).values()
+    (row,) = rows_by_name(
+        layouts_of(tmp_path / "out", [f"model.implementation={implementation}"], steps=2), [case]
+    ).values()
     assert row.agrees, row
 
 

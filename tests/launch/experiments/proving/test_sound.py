@@ -91,7 +91,8 @@ class Case:
         adapter = str(adapters / f"{self.adapter}.py")
         task = Task(adapter, self.reference, str(out / "proof"), 3, precision=self.precision)
         with mock.patch.object(runs, "start", start):
-            return proving.prove(task, self.layouts, self.resume)
+            together = self.adapter.startswith(("deepspeed", "ddp", "megatron"))
+            return proving.prove(task, self.layouts, self.resume, together)
 
 
 def cases() -> Iterator[Case]:
@@ -153,7 +154,7 @@ def main() -> None:
                 alarms[of] += len(case.layouts)
                 continue
         print(f"== {case.name}\n{found.told(150)}", flush=True)
-        counts[of] += len(found.rows)
+        counts[of] += len(case.layouts)
         alarms[of] += sum(not row.agrees for row in found.rows)
     for of, count in counts.items():
         print(f"{of}: {count} layouts, {alarms[of]} alarms")
