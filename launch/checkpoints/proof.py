@@ -36,7 +36,7 @@ from recipes.key_paths import NEXT_STEP, changes, flatten
 from recipes.problems import Problem, counted, some
 from recipes.schema import Recipe
 
-# Between layouts, in nats per token; of fp32 as in `compare_layouts.py`. Of two precisions the larger one.
+# Between layouts, in nats per token. Of two precisions the larger one.
 LOSS = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 3e-2}
 EXACT = 2.0**-45  # of float64 sums: 256 times its rounding
 DEVIATIONS = 6.0  # of a sum of rounding errors with random factors
