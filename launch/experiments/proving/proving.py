@@ -186,13 +186,16 @@ def _rows(
         second.append(replace(of, layout=name, done=1, steps=steps, resumed=saved))
         resumed.append(Layout(f"{layout.name}, resumed as {name}", again.words))
     saving = reference.rows(layouts, first)
-    for row, of in zip(saving, first, strict=True):
-        if not row.failure and not any(Path(of.checkpoint).glob("*")):
+    for place in reversed(range(len(saving))):
+        row = saving[place]
+        if not row.failure and not any(Path(first[place].checkpoint).glob("*")):
             why = "nothing was saved to proof.checkpoint, which there is to resume"
-            return [Row(row.layout, failure=why)]
-    if any(row.failure for row in saving):
-        return saving
-    return [*saving, *reference.rows(resumed, second)]
+            saving[place] = row = Row(row.layout, failure=why)
+        if row.failure:
+            del second[place], resumed[place]
+    if second:
+        saving += reference.rows(resumed, second)
+    return saving
 
 
 def _clipped(task: Task) -> float:

@@ -102,8 +102,9 @@ class Reading:
 
 def _copies(wrapper: Any) -> Iterator[tuple[Tensor, Tensor]]:
     """Return the parameters in bf16 with the fp32 copies that are stepped."""
-    for names in COPIES:
-        groups, copies = (getattr(wrapper, each, ()) for each in names)
+    for parameters, stepped in COPIES:
+        groups = getattr(wrapper, parameters, ())
+        copies = getattr(wrapper, stepped, ())
         for group, copy in zip(groups, copies, strict=False):
             own = [copy] * len(group) if torch.is_tensor(copy) else copy
             yield from zip(group, own, strict=True)
