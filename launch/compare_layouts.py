@@ -116,11 +116,10 @@ def main() -> None:
 
 def reasons(left_out: Mapping[str, Sequence[Problem]]) -> list[str]:
     """Return one line per layout with the reasons for not running it."""
-    lines = []
-    for name, problems in left_out.items():
-        why = "; ".join(map(str, problems))
-        lines.append(f"{name} is not run: {why}")
-    return lines
+    return [
+        f"{name} is not run: {'; '.join(map(str, problems))}"
+        for name, problems in left_out.items()
+    ]
 
 
 def refuse_tasks(environ: Mapping[str, str]) -> None:

@@ -113,8 +113,8 @@ class Reference:
             if failure:
                 rows.append(Row(layout, failure=failure))
             else:
-                of = self.found, self.bounds, self.shares
-                rows.append(row_of(layout, task, *of))
+                row = row_of(layout, task, self.found, self.bounds, self.shares)
+                rows.append(row)
         return rows
 
 

@@ -116,8 +116,8 @@ def bounds_of(reference: Found, perturbed: Iterable[Found], precision: str) -> B
             if fact.kind == SQUARE:
                 # its relative difference is twice that of the gradient, of which these few runs are a sample
                 gradient = key(fact.step, "gradient", fact.name)
-                most = tensors.get(gradient, 0.0)
-                relative = most / max(expected[gradient], 1e-30)
+                norm = expected.get(gradient, 1.0) or 1.0
+                relative = tensors.get(gradient, 0.0) / norm
                 tensors[of] = max(
                     tensors[of], relative * (2 + relative) * fact.expected
                 )
